@@ -1,0 +1,21 @@
+"""What every test shares: one thread, a reproducible hypothesis profile, the marks of requirements."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+settings.register_profile(
+    "ci", deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("ci")
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the mark that ties a test to sentences of the specification."""
+    config.addinivalue_line("markers", "requirement(*ids): the sentences of spec/ that the test judges")
