@@ -1,4 +1,4 @@
-"""One exception class per reason; each message says the value seen, the value required and the requirement id."""
+"""One exception class per reason; each message says the value seen, the value required and the rule's id."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ class FractionError(OffloadValueError):
 
 class PartitionModeError(OffloadValueError):
     """The partition is neither ``greedy`` nor ``exact``, or it does not suit the optimizer class."""
+
+
+class SizeError(OffloadValueError):
+    """A number of elements is negative, or sequences that belong together differ in length."""
 
 
 class LayerCountError(OffloadValueError):

@@ -1,0 +1,167 @@
+"""Which parameters' optimizer states live on the host: pure arithmetic on numbers of elements.
+
+Two rules answer the same question. ``greedy`` is Megatron's comparison of float64 numbers, bit for bit, over
+whole parameters; ``exact`` reads the fraction as the decimal that was written and splits one parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from math import ceil
+from numbers import Rational, Real
+from typing import TYPE_CHECKING
+
+from offload_ref.errors import FractionError, PartitionModeError, SizeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["MODES", "Share", "check_fraction", "exact", "greedy", "partition"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How one parameter divides: elements [0, host_elements) on the host, the rest on the device.
+
+    Exactly one of ``whole_host``, ``whole_device`` and ``split`` is true. A parameter without elements has
+    no count that could tell its side, so ``empty_on_host`` does.
+    """
+
+    host_elements: int
+    numel: int
+    empty_on_host: bool = False
+
+    @property
+    def device_elements(self) -> int:
+        """Number of elements that stay on the device."""
+        return self.numel - self.host_elements
+
+    @property
+    def whole_host(self) -> bool:
+        """Whether every element is the host's."""
+        return self.host_elements == self.numel if self.numel else self.empty_on_host
+
+    @property
+    def whole_device(self) -> bool:
+        """Whether every element is the device's."""
+        return self.host_elements == 0 and not self.whole_host
+
+    @property
+    def split(self) -> bool:
+        """Whether both sides own elements."""
+        return 0 < self.host_elements < self.numel
+
+
+def check_fraction(fraction: object) -> float:
+    """Return the offload fraction as a float in [0, 1], or refuse it.
+
+    Python and numpy integers and floats, ``Decimal`` and ``Fraction`` are numbers. A narrow float means the
+    decimal that it prints: ``float32(0.1)`` is 0.1 and not 0.10000000149011612. A bool is a switch and a
+    string is text: neither is a number.
+
+    Raises:
+        FractionError: the value is no number, not finite, below 0 or above 1.
+    """
+    return float(_intended(fraction))
+
+
+def greedy(sizes: Sequence[int], fraction: object, counted: Sequence[bool] | None = None) -> list[Share]:
+    """Divide as Megatron does: whole parameters, in order, while the host's elements are below the threshold.
+
+    Args:
+        sizes: elements of each device parameter, in the order of the groups.
+        fraction: the part of the counted elements that the host is to own, in [0, 1].
+        counted: ``False`` marks a frozen parameter; all are counted by default.
+
+    The threshold is the float64 product of fraction and total, so the last parameter taken may overshoot it.
+    """
+    number, counts = check_fraction(fraction), _check_sizes(sizes, counted)
+    threshold = number * _total(sizes, counts)
+    shares, seen = [], 0
+    for size, counts_here in zip(sizes, counts, strict=True):
+        on_host = seen < threshold or number == 1  # OPT-1
+        shares.append(_whole(size, on_host=on_host))
+        seen += size if on_host and counts_here else 0
+    return shares
+
+
+def exact(sizes: Sequence[int], fraction: object, counted: Sequence[bool] | None = None) -> list[Share]:
+    """Divide so that the host owns the fraction to within one element: a flat slice splits one parameter.
+
+    The host owns the smallest whole number of elements that is not below fraction x total, computed from the
+    fraction's decimal digits without rounding. Arguments are those of `greedy`.
+    """
+    number, counts = _intended(fraction), _check_sizes(sizes, counted)
+    threshold = ceil(number * _total(sizes, counts))  # OPT-2
+    shares, seen = [], 0
+    for size, counts_here in zip(sizes, counts, strict=True):
+        if counts_here and size:
+            share = Share(min(size, threshold - seen), size)
+            seen += share.host_elements
+        else:
+            share = _whole(size, on_host=seen < threshold or number == 1)
+        shares.append(share)
+    return shares
+
+
+MODES: dict[str, Callable[..., list[Share]]] = {"greedy": greedy, "exact": exact}
+"""Name of a partition -> its rule; ``greedy`` is the default everywhere."""
+
+
+def partition(
+    sizes: Sequence[int], fraction: object, mode: str = "greedy", counted: Sequence[bool] | None = None
+) -> list[Share]:
+    """Divide by the rule named ``mode``; arguments are those of `greedy`.
+
+    Raises:
+        PartitionModeError: ``mode`` names no rule.
+        FractionError: the fraction is no number in [0, 1].
+        SizeError: a size is negative, or ``counted`` has another length than ``sizes``.
+    """
+    rule = MODES.get(mode) if isinstance(mode, str) else None
+    if rule is None:
+        raise PartitionModeError("partition", seen=mode, required="'greedy' or 'exact'", rule="CFG-4")
+    return rule(sizes, fraction, counted)
+
+
+def _intended(fraction: object) -> Fraction:
+    """Return the number that was meant, exactly, or refuse it."""
+    try:
+        number = _decimal(fraction)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or not 0 <= number <= 1:  # OPT-3
+        raise FractionError("offload fraction", seen=fraction, required="a number in [0, 1]", rule="OPT-3")
+    return number
+
+
+def _decimal(fraction: object) -> Fraction | None:
+    """Return the decimal value of a number, or None for what is no number."""
+    if isinstance(fraction, bool) or not isinstance(fraction, Real | Decimal):
+        return None
+    if isinstance(fraction, Rational):
+        return Fraction(int(fraction.numerator), int(fraction.denominator))
+    return Fraction(str(fraction))
+
+
+def _check_sizes(sizes: Sequence[int], counted: Sequence[bool] | None) -> Sequence[bool]:
+    """Return which parameters are counted, one entry per size."""
+    if any(size < 0 for size in sizes):
+        raise SizeError("elements of a parameter", seen=min(sizes), required="at least 0", rule="OPT-1")
+    if counted is None:
+        return [True] * len(sizes)
+    if len(counted) != len(sizes):
+        raise SizeError("entries of counted", seen=len(counted), required=f"{len(sizes)}", rule="OPT-4")
+    return counted
+
+
+def _total(sizes: Sequence[int], counted: Sequence[bool]) -> int:
+    """Return the number of counted elements."""
+    return sum(size for size, counts in zip(sizes, counted, strict=True) if counts)  # OPT-4
+
+
+def _whole(size: int, *, on_host: bool) -> Share:
+    """Return the share of a parameter that is not split."""
+    return Share(size if on_host else 0, size, empty_on_host=on_host and size == 0)  # OPT-5
