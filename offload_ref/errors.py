@@ -45,3 +45,98 @@ class NoAcceleratorError(OffloadError, RuntimeError):
 
 class UnsupportedError(OffloadError, NotImplementedError):
     """An option or a composition that this version refuses rather than ignores."""
+
+
+class CorpusError(OffloadValueError):
+    """The text that the demo learns from is not where it should be."""
+
+
+class DemoSettingError(OffloadValueError):
+    """A setting of the demo is out of range, or two settings contradict each other."""
+
+
+class ConfigTypeError(OffloadError, TypeError):
+    """A configuration value is of another type than its field."""
+
+
+class UnknownFieldError(OffloadValueError):
+    """An override names no field of the configuration."""
+
+
+class OverrideSyntaxError(OffloadValueError):
+    """An override is no assignment of a value to a field."""
+
+
+class ConstraintError(OffloadValueError):
+    """A configuration violates a row of the constraints table.
+
+    Its text is the row's exact message and nothing else; what every error of this package says besides
+    stands in its attributes and in a note under the traceback.
+    """
+
+    def __init__(self, message: str, *, seen: object, required: str, rule: str) -> None:
+        super().__init__(message, seen=seen, required=required, rule=rule)
+        self.args = (message,)
+        self.add_note(f"got {seen!r}, required {required} [{rule}]")
+
+
+class OffloadedLayersError(ConstraintError, LayerCountError):
+    """As many layers are to be offloaded as the model has, more, or fewer than none."""
+
+
+class PipelineParallelError(ConstraintError):
+    """Activation offloading meets more than one pipeline stage."""
+
+
+class RecomputationError(ConstraintError):
+    """Activation offloading meets activation recomputation."""
+
+
+class FineGrainedOffloadError(ConstraintError, AssertionError):
+    """Activation offloading by layer meets offloading by module; Megatron asserts this."""
+
+
+class PagedStashError(ConstraintError):
+    """Activation offloading meets the paged stash of expert activations."""
+
+
+class CudaGraphError(ConstraintError):
+    """Activation offloading meets CUDA graphs that cover less than an iteration."""
+
+
+class FullLayerCudaGraphError(ConstraintError, AssertionError):
+    """CUDA graphs of whole TransformerEngine layers meet offloading or recomputation; Bridge asserts this."""
+
+
+class ConfigFractionError(ConstraintError, FractionError):
+    """The configured offload fraction is no number in [0, 1]."""
+
+
+class DistributedOptimizerError(ConstraintError):
+    """Optimizer offloading lacks the distributed optimizer."""
+
+
+class MegatronWrappingError(ConstraintError):
+    """Optimizer offloading meets a request for the bare optimizer."""
+
+
+class WeightDecayError(ConstraintError, AssertionError):
+    """Optimizer offloading meets weight decay inside the gradient; Megatron asserts this."""
+
+
+class OffloadWarning(UserWarning):
+    """A setting is legal and yet surely not meant; carries what `OffloadError` carries."""
+
+    def __init__(self, message: str, *, seen: object, required: str, rule: str) -> None:
+        super().__init__(f"{message} [{rule}]")
+        self.seen = seen
+        self.required = required
+        self.rule = rule
+
+
+class NothingOffloadedWarning(OffloadWarning):
+    """A master switch is on, but nothing is offloaded."""
+
+
+class NoOverlapWarning(OffloadWarning):
+    """So many layers are offloaded that no reload overlaps with compute."""
