@@ -120,9 +120,9 @@ def partition(
         FractionError: the fraction is no number in [0, 1].
         SizeError: a size is negative, or ``counted`` has another length than ``sizes``.
     """
-    rule = MODES.get(mode) if isinstance(mode, str) else None
-    if rule is None:
-        raise PartitionModeError("partition", seen=mode, required="'greedy' or 'exact'", rule="CFG-4")
+    rule = MODES.get(str(mode))
+    if rule is None:  # CFG-5
+        raise PartitionModeError("partition", seen=mode, required="'greedy' or 'exact'", rule="CFG-5")
     return rule(sizes, fraction, counted)
 
 

@@ -1,0 +1,481 @@
+"""Megatron's offloading fields, their defaults, and the one table of constraints among them.
+
+Field names, defaults and messages are megatron-core's and Megatron Bridge's, so that an override line or an
+error text means the same here. Rows of the table that only Megatron needs are skipped with
+``megatron=False``: the reference itself composes with recomputation, pipelines and full-iteration graphs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, fields
+from decimal import Decimal
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+from offload_ref import errors
+from offload_ref.partition import check_fraction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = [
+    "CONSTRAINTS",
+    "ActivationOffloadConfig",
+    "Config",
+    "Constraint",
+    "OptimizerOffloadConfig",
+    "cautions",
+    "from_overrides",
+    "to_overrides",
+    "validate",
+    "violations",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationOffloadConfig:
+    """Fields of the ``model`` namespace: activation offloading, and what it is incompatible with.
+
+    Raises:
+        ConfigTypeError: a value is of another type than its field.
+    """
+
+    cpu_offloading: bool = False
+    """Master switch of activation offloading."""
+    cpu_offloading_num_layers: int = 0
+    """K: the first K of the model's layers are offloaded."""
+    cpu_offloading_activations: bool = True
+    """Whether activations are offloaded."""
+    cpu_offloading_weights: bool = False
+    """Whether weights are offloaded."""
+    cpu_offloading_double_buffering: bool = False
+    """Whether reloads alternate between two sets of device buffers."""
+    cpu_offloading_retain_pinned_cpu_buffers: bool = False
+    """Whether pinned host buffers are kept and reused by the next iteration."""
+
+    num_layers: int = 0
+    """L: how many transformer layers the model has."""
+    pipeline_model_parallel_size: int = 1
+    """Number of pipeline stages."""
+    recompute_granularity: str | None = None
+    """``"full"`` or ``"selective"`` activation recomputation; None is off."""
+    fine_grained_activation_offloading: bool = False
+    """Megatron's other activation offloading, by module instead of by layer."""
+    moe_paged_stash: bool = False
+    """Megatron's paged stash of expert activations."""
+    cuda_graph_impl: str = "none"
+    """``"none"``, ``"local"``, ``"transformer_engine"`` or ``"full_iteration"``."""
+    cuda_graph_scope: str | tuple[str, ...] = "full"
+    """What a graph covers; ``"full_iteration"`` under ``local`` is the older way to say full iteration."""
+    use_transformer_engine_full_layer_spec: bool = False
+    """Whether Bridge builds whole TransformerEngine layers."""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "model")
+
+    def validate(self, *, megatron: bool = True) -> None:
+        """Raise the first violated constraint; see `validate`."""
+        validate(self, megatron=megatron)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOffloadConfig:
+    """Fields of the ``optimizer`` namespace: optimizer offloading, and what it requires.
+
+    Raises:
+        ConfigTypeError: a value is of another type than its field.
+    """
+
+    optimizer_cpu_offload: bool = False
+    """Master switch of optimizer offloading."""
+    optimizer_offload_fraction: float = 0.0
+    """Part of the parameters whose states live on the host, in [0, 1]."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Whether transfers overlap with compute during the step."""
+    use_torch_optimizer_for_cpu_offload: bool = False
+    """Whether the host steps with a ``torch.optim`` class instead of the fused one."""
+    pin_cpu_grads: bool = True
+    """Whether host gradients are pinned."""
+    pin_cpu_params: bool = True
+    """Whether host parameters are pinned."""
+
+    use_distributed_optimizer: bool = False
+    """Whether the optimizer's state is sharded over data-parallel ranks."""
+    decoupled_weight_decay: bool = True
+    """Whether weight decay is AdamW's; False is the L2 term of plain Adam."""
+    skip_megatron_wrapping: bool = False
+    """Whether Megatron is asked for the bare optimizer."""
+
+    def __post_init__(self) -> None:
+        _check_types(self, "optimizer")
+
+    def validate(self, *, megatron: bool = True) -> None:
+        """Raise the first violated constraint; see `validate`."""
+        validate(self, megatron=megatron)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Both namespaces of an override line."""
+
+    model: ActivationOffloadConfig = field(default_factory=ActivationOffloadConfig)
+    optimizer: OptimizerOffloadConfig = field(default_factory=OptimizerOffloadConfig)
+
+    def validate(self, *, megatron: bool = True) -> None:
+        """Raise the first violated constraint of both; see `validate`."""
+        validate(self, megatron=megatron)
+
+
+AnyConfig = ActivationOffloadConfig | OptimizerOffloadConfig | Config
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """One row of the table.
+
+    Attributes:
+        rule: id of the requirement.
+        applies_to: the class whose values the row judges.
+        reason: class of the error or warning.
+        fields: the fields whose values the error shows.
+        message: exact text, with fields of the configuration in braces.
+        required: what would satisfy the row, in words.
+        violated: whether a configuration violates the row.
+        megatron_only: whether the reference itself has no such limit.
+    """
+
+    rule: str
+    applies_to: type
+    reason: type[errors.ConstraintError | errors.OffloadWarning]
+    fields: tuple[str, ...]
+    message: str
+    required: str
+    violated: Callable[[Any], bool]
+    megatron_only: bool = True
+
+
+def _captures_layers(model: ActivationOffloadConfig) -> bool:
+    """Return whether CUDA graphs are on that cover less than the whole iteration."""
+    scope = model.cuda_graph_scope
+    scopes = scope.split(",") if isinstance(scope, str) else list(scope)
+    whole = model.cuda_graph_impl == "local" and scopes == ["full_iteration"]
+    return model.cuda_graph_impl not in {"none", "full_iteration"} and not whole
+
+
+def _fraction_refused(optimizer: OptimizerOffloadConfig) -> bool:
+    """Return whether the partition would refuse the fraction."""
+    try:
+        check_fraction(optimizer.optimizer_offload_fraction)
+    except errors.FractionError:
+        return True
+    return False
+
+
+CONSTRAINTS: tuple[Constraint, ...] = (
+    Constraint(
+        "CFG-10",
+        ActivationOffloadConfig,
+        errors.OffloadedLayersError,
+        ("cpu_offloading_num_layers", "num_layers"),
+        "CPU offloading can be done only for layers less than {num_layers}",
+        "0 <= cpu_offloading_num_layers < num_layers",
+        lambda model: model.cpu_offloading and not 0 <= model.cpu_offloading_num_layers < model.num_layers,
+        megatron_only=False,
+    ),
+    Constraint(
+        "CFG-11",
+        ActivationOffloadConfig,
+        errors.PipelineParallelError,
+        ("pipeline_model_parallel_size",),
+        "Currently there is no support for Pipeline parallelism with CPU offloading",
+        "pipeline_model_parallel_size=1",
+        lambda model: model.cpu_offloading and model.pipeline_model_parallel_size > 1,
+    ),
+    Constraint(
+        "CFG-12",
+        ActivationOffloadConfig,
+        errors.RecomputationError,
+        ("recompute_granularity",),
+        "CPU offloading does not work when activation recomputation is enabled",
+        "recompute_granularity=null",
+        lambda model: model.cpu_offloading and model.recompute_granularity is not None,
+    ),
+    Constraint(
+        "CFG-13",
+        ActivationOffloadConfig,
+        errors.FineGrainedOffloadError,
+        ("cpu_offloading", "fine_grained_activation_offloading"),
+        "fine_grained_activation_offloading cannot be enabled with cpu_offloading.",
+        "one of the two",
+        lambda model: model.cpu_offloading and model.fine_grained_activation_offloading,
+    ),
+    Constraint(
+        "CFG-14",
+        ActivationOffloadConfig,
+        errors.PagedStashError,
+        ("cpu_offloading", "moe_paged_stash"),
+        "moe_paged_stash cannot be enabled with cpu_offloading.",
+        "one of the two",
+        lambda model: model.cpu_offloading and model.moe_paged_stash,
+    ),
+    Constraint(
+        "CFG-15",
+        ActivationOffloadConfig,
+        errors.CudaGraphError,
+        ("cuda_graph_impl", "cuda_graph_scope"),
+        "CUDA graphs not supported with CPU offloading.",
+        "cuda_graph_impl=none, or full-iteration graphs",
+        lambda model: model.cpu_offloading and _captures_layers(model),
+    ),
+    Constraint(
+        "CFG-16",
+        ActivationOffloadConfig,
+        errors.FullLayerCudaGraphError,
+        ("cuda_graph_impl", "cpu_offloading", "recompute_granularity"),
+        "Cudagraphs not supported",
+        "cuda_graph_impl=none, or neither cpu_offloading nor recompute_granularity",
+        lambda model: (
+            model.use_transformer_engine_full_layer_spec
+            and _captures_layers(model)
+            and (model.cpu_offloading or model.recompute_granularity is not None)
+        ),
+    ),
+    Constraint(
+        "CFG-17",
+        OptimizerOffloadConfig,
+        errors.ConfigFractionError,
+        ("optimizer_offload_fraction",),
+        "optimizer_offload_fraction is {optimizer_offload_fraction}: it has to be a number in [0, 1]",
+        "a number in [0, 1]",
+        _fraction_refused,
+        megatron_only=False,
+    ),
+    Constraint(
+        "CFG-18",
+        OptimizerOffloadConfig,
+        errors.DistributedOptimizerError,
+        ("use_distributed_optimizer",),
+        "optimizer_cpu_offload requires use_distributed_optimizer.",
+        "use_distributed_optimizer=true",
+        lambda optimizer: optimizer.optimizer_cpu_offload and not optimizer.use_distributed_optimizer,
+    ),
+    Constraint(
+        "CFG-19",
+        OptimizerOffloadConfig,
+        errors.MegatronWrappingError,
+        ("skip_megatron_wrapping",),
+        "skip_megatron_wrapping=True is incompatible with optimizer_cpu_offload.",
+        "skip_megatron_wrapping=false",
+        lambda optimizer: optimizer.optimizer_cpu_offload and optimizer.skip_megatron_wrapping,
+    ),
+    Constraint(
+        "CFG-20",
+        OptimizerOffloadConfig,
+        errors.WeightDecayError,
+        ("decoupled_weight_decay",),
+        "CPU offloading only supported with decoupled_weight_decay enabled (AdamW mode).",
+        "decoupled_weight_decay=true",
+        lambda optimizer: optimizer.optimizer_cpu_offload and not optimizer.decoupled_weight_decay,
+    ),
+    Constraint(
+        "CFG-30",
+        OptimizerOffloadConfig,
+        errors.NothingOffloadedWarning,
+        ("optimizer_offload_fraction",),
+        "optimizer_cpu_offload is on, but optimizer_offload_fraction is 0.0: nothing is offloaded",
+        "optimizer_offload_fraction above 0",
+        lambda optimizer: optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction == 0,
+        megatron_only=False,
+    ),
+    Constraint(
+        "CFG-31",
+        ActivationOffloadConfig,
+        errors.NoOverlapWarning,
+        ("cpu_offloading_num_layers", "num_layers"),
+        "cpu_offloading_num_layers is {cpu_offloading_num_layers} of {num_layers} layers: "
+        "each reload starts when it is needed, so none overlaps with compute",
+        "cpu_offloading_num_layers at most num_layers - 2",
+        lambda model: model.cpu_offloading and 0 < model.cpu_offloading_num_layers == model.num_layers - 1,
+        megatron_only=False,
+    ),
+    Constraint(
+        "CFG-32",
+        ActivationOffloadConfig,
+        errors.NothingOffloadedWarning,
+        ("cpu_offloading_num_layers",),
+        "cpu_offloading is on, but cpu_offloading_num_layers is 0: nothing is offloaded",
+        "cpu_offloading_num_layers above 0",
+        lambda model: model.cpu_offloading and model.cpu_offloading_num_layers == 0,
+        megatron_only=False,
+    ),
+    Constraint(
+        "CFG-33",
+        ActivationOffloadConfig,
+        errors.NothingOffloadedWarning,
+        ("cpu_offloading_activations", "cpu_offloading_weights"),
+        "cpu_offloading is on, but neither activations nor weights are: nothing is offloaded",
+        "cpu_offloading_activations=true or cpu_offloading_weights=true",
+        lambda model: (
+            model.cpu_offloading and not (model.cpu_offloading_activations or model.cpu_offloading_weights)
+        ),
+        megatron_only=False,
+    ),
+)
+"""Every constraint, in the order in which Megatron meets them; warnings last."""
+
+
+def violations(config: AnyConfig, *, megatron: bool = True) -> list[errors.ConstraintError]:
+    """Return one error per violated constraint, in the order of the table; none when all hold.
+
+    Args:
+        config: either namespace, or both.
+        megatron: whether the rows count that only Megatron needs.
+    """
+    return [found for found in _judge(config, megatron=megatron) if isinstance(found, errors.ConstraintError)]
+
+
+def cautions(config: AnyConfig) -> list[errors.OffloadWarning]:
+    """Return one warning per setting that is legal and yet surely not meant."""
+    return [found for found in _judge(config, megatron=False) if isinstance(found, errors.OffloadWarning)]
+
+
+def validate(config: AnyConfig, *, megatron: bool = True) -> None:
+    """Raise the first violated constraint, or else warn of settings that are surely not meant.
+
+    Raises:
+        ConstraintError: its text is Megatron's exact message where Megatron has one; its note says the
+            values seen, the value required and the rule.
+    """
+    for error in violations(config, megatron=megatron):
+        raise error  # CFG-6
+    for caution in cautions(config):
+        warnings.warn(caution, stacklevel=3)
+
+
+def _judge(config: AnyConfig, *, megatron: bool) -> list[errors.ConstraintError | errors.OffloadWarning]:
+    """Return what the rows of the table find, in its order."""
+    parts = (config.model, config.optimizer) if isinstance(config, Config) else (config,)
+    return [
+        _finding(row, part)
+        for row in CONSTRAINTS
+        for part in parts
+        if isinstance(part, row.applies_to) and (megatron or not row.megatron_only) and row.violated(part)
+    ]
+
+
+def _finding(row: Constraint, part: AnyConfig) -> errors.ConstraintError | errors.OffloadWarning:
+    """Return the error or warning of a violated row."""
+    seen = {name: getattr(part, name) for name in row.fields}
+    message = row.message.format(**seen)
+    return row.reason(message, seen=seen, required=row.required, rule=row.rule)
+
+
+def from_overrides(overrides: Iterable[str]) -> Config:
+    """Read override lines in Hydra's style; the last of several lines for a field counts.
+
+    ``["model.cpu_offloading=true", "++optimizer.optimizer_offload_fraction=0.5"]``: an optional ``+`` or
+    ``++``, a namespace, a field, ``=``, and a value that is null, true, false, a number, a bracketed list,
+    a quoted text or a bare text.
+
+    Raises:
+        OverrideSyntaxError: a line is no such assignment.
+        UnknownFieldError: there is no such field; the error names the nearest one.
+        ConfigTypeError: a value is of another type than its field.
+    """
+    values: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    for line in overrides:
+        name, equals, text = line.partition("=")
+        name = name.strip().removeprefix("+").removeprefix("+")
+        if not equals or not name or name.startswith("~"):
+            raise errors.OverrideSyntaxError(
+                "override", seen=line, required="[+|++]namespace.field=value", rule="CFG-4"
+            )
+        _check_name(name)
+        namespace, _, field_name = name.partition(".")
+        values[namespace][field_name] = _value(text)
+    return Config(ActivationOffloadConfig(**values["model"]), OptimizerOffloadConfig(**values["optimizer"]))
+
+
+def to_overrides(config: Config) -> list[str]:
+    """Return the override lines that `from_overrides` reads back as ``config``, defaults left out."""
+    return [
+        f"{namespace}.{one.name}={_text(getattr(part, one.name))}"
+        for namespace, part in (("model", config.model), ("optimizer", config.optimizer))
+        for one in fields(part)
+        if getattr(part, one.name) != one.default
+    ]
+
+
+_NAMES = tuple(
+    f"{namespace}.{one.name}"
+    for namespace, part in (("model", ActivationOffloadConfig), ("optimizer", OptimizerOffloadConfig))
+    for one in fields(part)
+)
+"""Every field, with its namespace."""
+
+
+def _check_name(name: str) -> None:
+    """Refuse a name that is no field, and name the nearest one."""
+    if name not in _NAMES:  # CFG-3
+        (nearest,) = get_close_matches(name, _NAMES, n=1, cutoff=0.0)
+        raise errors.UnknownFieldError(
+            "override", seen=name, required=f"a field such as {nearest}", rule="CFG-3"
+        )
+
+
+def _value(text: str) -> object:
+    """Return the value that an override's text stands for."""
+    text = text.strip()
+    if text[:1] == "[" and text[-1:] == "]":
+        return tuple(_value(entry) for entry in text[1:-1].split(",") if entry.strip())
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+_WORDS = {"null": None, "true": True, "false": False}
+"""Bare words that are no text."""
+
+
+def _text(value: object) -> str:
+    """Return the text that `_value` reads back as ``value``."""
+    if isinstance(value, str):
+        return f"'{value}'"
+    if isinstance(value, tuple | list):
+        return f"[{','.join(map(_text, value))}]"
+    return next((word for word, meant in _WORDS.items() if meant is value), str(value))
+
+
+_TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("a whole number", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
+    "float": ("a number", lambda value: isinstance(value, Real | Decimal) and not isinstance(value, bool)),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "str | None": ("a text or null", lambda value: value is None or isinstance(value, str)),
+    "str | tuple[str, ...]": (
+        "a text or a list of texts",
+        lambda value: (
+            isinstance(value, str)
+            or (isinstance(value, tuple | list) and all(isinstance(entry, str) for entry in value))
+        ),
+    ),
+}
+"""Annotation of a field -> what it takes, in words and as a test."""
+
+
+def _check_types(part: ActivationOffloadConfig | OptimizerOffloadConfig, namespace: str) -> None:
+    """Refuse the first field whose value is of another type."""
+    for one in fields(part):
+        words, accepts = _TYPES[str(one.type)]
+        value = getattr(part, one.name)
+        if not accepts(value):  # CFG-2
+            raise errors.ConfigTypeError(f"{namespace}.{one.name}", seen=value, required=words, rule="CFG-2")
