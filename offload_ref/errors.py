@@ -39,6 +39,14 @@ class LayerCountError(OffloadValueError):
     """The number of offloaded layers, or of layers met, does not suit the number of layers declared."""
 
 
+class OffloadTypeError(OffloadError, TypeError):
+    """A value is of the wrong kind."""
+
+
+class InPlaceEditError(OffloadError, RuntimeError):
+    """Backward needs a saved tensor that was modified in place since it was saved."""
+
+
 class NoAcceleratorError(OffloadError, RuntimeError):
     """There is neither an accelerator nor an active simulator."""
 

@@ -32,13 +32,17 @@ class HostBuffer:
         """Size in bytes."""
         return self.memory.numel()
 
+    def shaped_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The buffer as a contiguous tensor of another one's dtype and shape."""
+        return self.memory.view(tensor.dtype).view(tensor.shape)
+
 
 @dataclass(slots=True)
 class PinnedPool:
     """Pinned host buffers, handed out by exact size.
 
-    A buffer comes back with the event of its last use, and whoever leases it next makes the writing stream wait
-    for that event (ORD-6): the pool itself never waits and never relies on the order of its queues.
+    A buffer comes back with the event of its last use, and whoever leases it next makes the writing stream
+    wait for that event (ORD-6): the pool itself never waits and never relies on the order of its queues.
 
     Attributes:
         retain: keep free buffers for ever, or (default) only while some buffer is leased.
