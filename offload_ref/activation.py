@@ -256,7 +256,9 @@ def _refuse(option: str, value: object) -> None:
 
 def _refuse_compositions() -> None:
     """Refuse what this version would do wrongly: checkpointed layers, and capture of a device graph."""
-    top_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # no public name tells
+    top_hooks: tuple[object, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(
+        False
+    )  # no public name tells
     if torch._C._current_graph_task_id() != -1 or (
         top_hooks is not None and top_hooks[0].__module__ == "torch.utils.checkpoint"
     ):

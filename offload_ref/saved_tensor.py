@@ -355,7 +355,7 @@ class ForwardPass:
     def find(
         self, storage: torch.UntypedStorage, version: int | None, packed: View | None
     ) -> HostCopy | None:
-        """The copy that already holds these bytes (ACT-14): the whole storage's, or the same packed part's."""
+        """The copy that holds these bytes already (ACT-14): the whole storage's, or the same part's."""
         known = self.by_storage.get(storage, {})
         for key in ((version, None), (version, packed)):
             if key in known and (copy := known[key]()) is not None:
