@@ -1,8 +1,8 @@
 """Megatron's offloading fields, their defaults, and the one table of constraints among them.
 
 Field names, defaults and messages are megatron-core's and Megatron Bridge's, so that an override line or an
-error text means the same here. Rows of the table that only Megatron needs are skipped with
-``megatron=False``: the reference itself composes with recomputation, pipelines and full-iteration graphs.
+error text means the same here. The constraints that Megatron alone has are skipped with ``megatron=False``:
+the reference itself composes with recomputation, pipelines and full-iteration graphs.
 """
 
 from __future__ import annotations
@@ -12,26 +12,14 @@ from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from difflib import get_close_matches
 from numbers import Integral, Real
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from offload_ref import errors
 from offload_ref.partition import check_fraction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-__all__ = [
-    "CONSTRAINTS",
-    "ActivationOffloadConfig",
-    "Config",
-    "Constraint",
-    "OptimizerOffloadConfig",
-    "cautions",
-    "from_overrides",
-    "to_overrides",
-    "validate",
-    "violations",
-]
+    from collections.abc import Callable, Iterable, Iterator
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +125,19 @@ class Constraint:
 
     Attributes:
         rule: id of the requirement.
-        applies_to: the class whose values the row judges.
         reason: class of the error or warning.
-        fields: the fields whose values the error shows.
-        message: exact text, with fields of the configuration in braces.
+        fields: what the row is about; the values are shown by the error.
+        message: exact text, with fields in braces.
         required: what would satisfy the row, in words.
-        violated: whether a configuration violates the row.
-        megatron_only: whether the reference itself has no such limit.
+        violated: whether the namespace that has these fields violates the row.
     """
 
     rule: str
-    applies_to: type
     reason: type[errors.ConstraintError | errors.OffloadWarning]
     fields: tuple[str, ...]
     message: str
     required: str
     violated: Callable[[Any], bool]
-    megatron_only: bool = True
 
 
 def _captures_layers(model: ActivationOffloadConfig) -> bool:
@@ -173,20 +157,17 @@ def _fraction_refused(optimizer: OptimizerOffloadConfig) -> bool:
     return False
 
 
-CONSTRAINTS: tuple[Constraint, ...] = (
+CONSTRAINTS = (
     Constraint(
         "CFG-10",
-        ActivationOffloadConfig,
         errors.OffloadedLayersError,
         ("cpu_offloading_num_layers", "num_layers"),
         "CPU offloading can be done only for layers less than {num_layers}",
         "0 <= cpu_offloading_num_layers < num_layers",
         lambda model: model.cpu_offloading and not 0 <= model.cpu_offloading_num_layers < model.num_layers,
-        megatron_only=False,
     ),
     Constraint(
         "CFG-11",
-        ActivationOffloadConfig,
         errors.PipelineParallelError,
         ("pipeline_model_parallel_size",),
         "Currently there is no support for Pipeline parallelism with CPU offloading",
@@ -195,7 +176,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "CFG-12",
-        ActivationOffloadConfig,
         errors.RecomputationError,
         ("recompute_granularity",),
         "CPU offloading does not work when activation recomputation is enabled",
@@ -204,7 +184,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "CFG-13",
-        ActivationOffloadConfig,
         errors.FineGrainedOffloadError,
         ("cpu_offloading", "fine_grained_activation_offloading"),
         "fine_grained_activation_offloading cannot be enabled with cpu_offloading.",
@@ -213,7 +192,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "CFG-14",
-        ActivationOffloadConfig,
         errors.PagedStashError,
         ("cpu_offloading", "moe_paged_stash"),
         "moe_paged_stash cannot be enabled with cpu_offloading.",
@@ -222,7 +200,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "CFG-15",
-        ActivationOffloadConfig,
         errors.CudaGraphError,
         ("cuda_graph_impl", "cuda_graph_scope"),
         "CUDA graphs not supported with CPU offloading.",
@@ -231,9 +208,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "CFG-16",
-        ActivationOffloadConfig,
         errors.FullLayerCudaGraphError,
-        ("cuda_graph_impl", "cpu_offloading", "recompute_granularity"),
+        ("use_transformer_engine_full_layer_spec", "cuda_graph_impl", "recompute_granularity"),
         "Cudagraphs not supported",
         "cuda_graph_impl=none, or neither cpu_offloading nor recompute_granularity",
         lambda model: (
@@ -244,17 +220,14 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "CFG-17",
-        OptimizerOffloadConfig,
         errors.ConfigFractionError,
         ("optimizer_offload_fraction",),
         "optimizer_offload_fraction is {optimizer_offload_fraction}: it has to be a number in [0, 1]",
         "a number in [0, 1]",
         _fraction_refused,
-        megatron_only=False,
     ),
     Constraint(
         "CFG-18",
-        OptimizerOffloadConfig,
         errors.DistributedOptimizerError,
         ("use_distributed_optimizer",),
         "optimizer_cpu_offload requires use_distributed_optimizer.",
@@ -263,7 +236,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "CFG-19",
-        OptimizerOffloadConfig,
         errors.MegatronWrappingError,
         ("skip_megatron_wrapping",),
         "skip_megatron_wrapping=True is incompatible with optimizer_cpu_offload.",
@@ -272,7 +244,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "CFG-20",
-        OptimizerOffloadConfig,
         errors.WeightDecayError,
         ("decoupled_weight_decay",),
         "CPU offloading only supported with decoupled_weight_decay enabled (AdamW mode).",
@@ -281,38 +252,30 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "CFG-30",
-        OptimizerOffloadConfig,
         errors.NothingOffloadedWarning,
         ("optimizer_offload_fraction",),
         "optimizer_cpu_offload is on, but optimizer_offload_fraction is 0.0: nothing is offloaded",
         "optimizer_offload_fraction above 0",
         lambda optimizer: optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction == 0,
-        megatron_only=False,
     ),
     Constraint(
         "CFG-31",
-        ActivationOffloadConfig,
         errors.NoOverlapWarning,
         ("cpu_offloading_num_layers", "num_layers"),
-        "cpu_offloading_num_layers is {cpu_offloading_num_layers} of {num_layers} layers: "
-        "each reload starts when it is needed, so none overlaps with compute",
+        "all layers but one are offloaded, {cpu_offloading_num_layers} of {num_layers}: no reload overlaps",
         "cpu_offloading_num_layers at most num_layers - 2",
         lambda model: model.cpu_offloading and 0 < model.cpu_offloading_num_layers == model.num_layers - 1,
-        megatron_only=False,
     ),
     Constraint(
         "CFG-32",
-        ActivationOffloadConfig,
         errors.NothingOffloadedWarning,
         ("cpu_offloading_num_layers",),
         "cpu_offloading is on, but cpu_offloading_num_layers is 0: nothing is offloaded",
         "cpu_offloading_num_layers above 0",
         lambda model: model.cpu_offloading and model.cpu_offloading_num_layers == 0,
-        megatron_only=False,
     ),
     Constraint(
         "CFG-33",
-        ActivationOffloadConfig,
         errors.NothingOffloadedWarning,
         ("cpu_offloading_activations", "cpu_offloading_weights"),
         "cpu_offloading is on, but neither activations nor weights are: nothing is offloaded",
@@ -320,29 +283,20 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         lambda model: (
             model.cpu_offloading and not (model.cpu_offloading_activations or model.cpu_offloading_weights)
         ),
-        megatron_only=False,
     ),
 )
 """Every constraint, in the order in which Megatron meets them; warnings last."""
 
-
-def violations(config: AnyConfig, *, megatron: bool = True) -> list[errors.ConstraintError]:
-    """Return one error per violated constraint, in the order of the table; none when all hold.
-
-    Args:
-        config: either namespace, or both.
-        megatron: whether the rows count that only Megatron needs.
-    """
-    return [found for found in _judge(config, megatron=megatron) if isinstance(found, errors.ConstraintError)]
-
-
-def cautions(config: AnyConfig) -> list[errors.OffloadWarning]:
-    """Return one warning per setting that is legal and yet surely not meant."""
-    return [found for found in _judge(config, megatron=False) if isinstance(found, errors.OffloadWarning)]
+REFERENCE_RULES = ("CFG-10", "CFG-17")
+"""The constraints that the reference itself has; the others are Megatron's alone."""
 
 
 def validate(config: AnyConfig, *, megatron: bool = True) -> None:
     """Raise the first violated constraint, or else warn of settings that are surely not meant.
+
+    Args:
+        config: either namespace, or both.
+        megatron: whether the constraints bind that only Megatron has.
 
     Raises:
         ConstraintError: its text is Megatron's exact message where Megatron has one; its note says the
@@ -354,22 +308,26 @@ def validate(config: AnyConfig, *, megatron: bool = True) -> None:
         warnings.warn(caution, stacklevel=3)
 
 
-def _judge(config: AnyConfig, *, megatron: bool) -> list[errors.ConstraintError | errors.OffloadWarning]:
-    """Return what the rows of the table find, in its order."""
+def violations(config: AnyConfig, *, megatron: bool = True) -> list[errors.ConstraintError]:
+    """Return one error per violated constraint, in the order of the table; none when all hold."""
+    found = [one for one in _findings(config) if isinstance(one, errors.ConstraintError)]
+    return [error for error in found if megatron or error.rule in REFERENCE_RULES]  # CFG-8
+
+
+def cautions(config: AnyConfig) -> list[errors.OffloadWarning]:
+    """Return one warning per setting that is legal and yet surely not meant."""
+    return [one for one in _findings(config) if isinstance(one, errors.OffloadWarning)]
+
+
+def _findings(config: AnyConfig) -> Iterator[errors.ConstraintError | errors.OffloadWarning]:
+    """Yield the error or warning of every row that is violated, in the order of the table."""
     parts = (config.model, config.optimizer) if isinstance(config, Config) else (config,)
-    return [
-        _finding(row, part)
-        for row in CONSTRAINTS
-        for part in parts
-        if isinstance(part, row.applies_to) and (megatron or not row.megatron_only) and row.violated(part)
-    ]
-
-
-def _finding(row: Constraint, part: AnyConfig) -> errors.ConstraintError | errors.OffloadWarning:
-    """Return the error or warning of a violated row."""
-    seen = {name: getattr(part, name) for name in row.fields}
-    message = row.message.format(**seen)
-    return row.reason(message, seen=seen, required=row.required, rule=row.rule)
+    for row in CONSTRAINTS:
+        for part in parts:
+            if hasattr(part, row.fields[0]) and row.violated(part):
+                seen = {name: getattr(part, name) for name in row.fields}
+                text = row.message.format(**seen)
+                yield row.reason(text, seen=seen, required=row.required, rule=row.rule)
 
 
 def from_overrides(overrides: Iterable[str]) -> Config:
@@ -455,27 +413,23 @@ def _text(value: object) -> str:
     return next((word for word, meant in _WORDS.items() if meant is value), str(value))
 
 
-_TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "int": ("a whole number", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
-    "float": ("a number", lambda value: isinstance(value, Real | Decimal) and not isinstance(value, bool)),
-    "str": ("a text", lambda value: isinstance(value, str)),
-    "str | None": ("a text or null", lambda value: value is None or isinstance(value, str)),
-    "str | tuple[str, ...]": (
-        "a text or a list of texts",
-        lambda value: (
-            isinstance(value, str)
-            or (isinstance(value, tuple | list) and all(isinstance(entry, str) for entry in value))
-        ),
-    ),
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "bool": ("true or false", (bool,)),
+    "int": ("a whole number", (Integral,)),
+    "float": ("a number", (Real, Decimal)),
+    "str": ("a text", (str,)),
+    "str | None": ("a text or null", (str, NoneType)),
+    "str | tuple[str, ...]": ("a text or a list of texts", (str, tuple, list)),
 }
-"""Annotation of a field -> what it takes, in words and as a test."""
+"""Annotation of a field -> what it takes, in words and as types."""
 
 
 def _check_types(part: ActivationOffloadConfig | OptimizerOffloadConfig, namespace: str) -> None:
-    """Refuse the first field whose value is of another type."""
+    """Refuse the first field whose value is of another type; a bool is no number."""
     for one in fields(part):
-        words, accepts = _TYPES[str(one.type)]
+        words, types = _TYPES[str(one.type)]
         value = getattr(part, one.name)
-        if not accepts(value):  # CFG-2
+        entries = value if isinstance(value, tuple | list) else ()
+        fits = isinstance(value, types) and (types == (bool,) or not isinstance(value, bool))
+        if not fits or not all(isinstance(entry, str) for entry in entries):  # CFG-2
             raise errors.ConfigTypeError(f"{namespace}.{one.name}", seen=value, required=words, rule="CFG-2")
