@@ -16,6 +16,20 @@ settings.load_profile("ci")
 torch.set_num_threads(1)
 
 
+from machines import Machine  # noqa: E402 - it stands in support/, which has just been put on the path
+
+
+@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.accelerator)])
+def machine(request: pytest.FixtureRequest) -> Machine:
+    """The simulated accelerator, and the real one where there is one."""
+    if request.param == "simulated":
+        return Machine("cuda", simulated=True)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        pytest.skip("this machine has no accelerator")
+    return Machine(accelerator.type, simulated=False)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the mark that ties a test to sentences of the specification."""
     config.addinivalue_line("markers", "requirement(*ids): the sentences of spec/ that the test judges")
