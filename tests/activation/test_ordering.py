@@ -12,7 +12,7 @@ import torch
 from layered import batch, build, offloaded, run_layers
 from torch import nn
 
-from offload_ref import get_cpu_offload_context
+from offload_ref import ActivationOffload
 from offload_ref.host_memory import PinnedPool
 from offload_ref.simulator import Lazy, Simulator
 
@@ -64,10 +64,9 @@ def backward_that_stops_half_way(layers: nn.ModuleList) -> None:
 
 def backward_after_one_layer(_layers: nn.ModuleList) -> None:
     """A packed column whose storage is gone is read back before its layer was ever released."""
-    context, _sync = get_cpu_offload_context(True, 1, 2, min_offload_bytes=0)
-    with context:
+    offload = ActivationOffload(1, 2, min_offload_bytes=0)
+    with offload.layer(0):
         y = (batch(0, 6, 8, "cuda") * 1)[:, :1].sin()
-    context.reset()
     y.sum().backward()
 
 
