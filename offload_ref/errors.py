@@ -35,6 +35,10 @@ class SizeError(OffloadValueError):
     """A number of elements is negative, or sequences that belong together differ in length."""
 
 
+class DtypeError(OffloadValueError):
+    """A dtype has no size that is known."""
+
+
 class LayerCountError(OffloadValueError):
     """The number of offloaded layers, or of layers met, does not suit the number of layers declared."""
 

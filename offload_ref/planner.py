@@ -1,0 +1,254 @@
+"""What a plan costs, from first principles: bytes of weights, gradients, masters and optimizer states.
+
+Figures are those of a training that has made its first step, between two steps, in bytes that the program
+asks its allocators for. Nothing here needs torch or a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from offload_ref.errors import DtypeError, SizeError
+from offload_ref.partition import partition as divide
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from offload_ref.partition import Share
+
+__all__ = ["OptimizerMemory", "Parameter", "describe", "itemsize", "pinned_rounding", "predict"]
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one element, by the name of its dtype."""
+
+MASTER_BYTES = 4
+"""Bytes of one element of a master: masters are fp32."""
+
+ADAM_STATE_TENSORS = 2
+"""Tensors of a parameter's size that Adam keeps: its two moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What the planner has to know of one parameter.
+
+    Attributes:
+        numel: number of elements.
+        dtype: dtype of the weight, by name, as a torch dtype, or as bytes per element.
+        gradient_dtype: dtype of the gradient; that of the weight if None.
+        trainable: whether it requires a gradient; a frozen parameter costs its weight alone.
+        on_host: whether the weight itself is on the host; it is stepped there, outside the fraction.
+
+    Raises:
+        SizeError: the number of elements is negative.
+    """
+
+    numel: int
+    dtype: object = "float32"
+    gradient_dtype: object = None
+    trainable: bool = True
+    on_host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.numel < 0:
+            raise SizeError("elements of a parameter", seen=self.numel, required="at least 0", rule="MEM-20")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one element of the weight."""
+        return itemsize(self.dtype)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of one element of the gradient."""
+        return itemsize(self.dtype if self.gradient_dtype is None else self.gradient_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMemory:
+    """Bytes of everything that the optimizer owns or updates, on both sides.
+
+    Attributes:
+        device_weights: weights on the device; those of the host share stay there too.
+        device_gradients: gradients on the device.
+        device_masters: fp32 masters of 16-bit weights of the device share.
+        device_states: optimizer states of the device share.
+        host_weights: weights of parameters that are on the host themselves.
+        host_working: what the host steps: masters of 16-bit weights, copies of the others.
+        host_states: optimizer states of the host share.
+        host_gradients: where gradients of the host share arrive, in their own dtype.
+        host_staging: where weights of the host share leave from, if the working copy has another dtype.
+        pinned: how much of the host bytes is pinned.
+        saved: device bytes less than with nothing on the host.
+    """
+
+    device_weights: int = 0
+    device_gradients: int = 0
+    device_masters: int = 0
+    device_states: int = 0
+    host_weights: int = 0
+    host_working: int = 0
+    host_states: int = 0
+    host_gradients: int = 0
+    host_staging: int = 0
+    pinned: int = 0
+    saved: int = 0
+
+    def __add__(self, other: OptimizerMemory) -> OptimizerMemory:
+        return OptimizerMemory(
+            *(getattr(self, one.name) + getattr(other, one.name) for one in fields(OptimizerMemory))
+        )
+
+    @property
+    def device(self) -> int:
+        """All device bytes."""
+        return self.device_weights + self.device_gradients + self.device_masters + self.device_states
+
+    @property
+    def host(self) -> int:
+        """All host bytes, pinned or not."""
+        copies = self.host_working + self.host_gradients + self.host_staging
+        return self.host_weights + self.host_states + copies
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """The settings of the optimizer that change what it allocates; names are the optimizer's own.
+
+    Attributes:
+        param_update_in_fp32: whether 16-bit weights have fp32 masters.
+        state_tensors: states of a parameter's size per parameter: 2 for Adam, 1 for SGD with momentum.
+        device_step_bytes: bytes of the step count of each parameter with a device share: 4 if the device's
+            class is fused or capturable and so keeps it there, else 0.
+        pin_cpu_grads: whether gradients arrive in pinned memory.
+        pin_cpu_params: whether weights leave from pinned memory.
+    """
+
+    param_update_in_fp32: bool = False
+    state_tensors: int = ADAM_STATE_TENSORS
+    device_step_bytes: int = 0
+    pin_cpu_grads: bool = True
+    pin_cpu_params: bool = True
+
+    def has_master(self, parameter: Parameter) -> bool:
+        """Return whether the parameter is stepped through an fp32 copy of its 16-bit weight."""
+        return self.param_update_in_fp32 and parameter.weight_bytes < MASTER_BYTES
+
+    def working_bytes(self, parameter: Parameter) -> int:
+        """Return the bytes of one element of what is stepped, and of each of its states."""
+        return MASTER_BYTES if self.has_master(parameter) else parameter.weight_bytes
+
+
+def predict(
+    parameters: Iterable[Parameter],
+    fraction: object,
+    *,
+    partition: str = "greedy",
+    settings: OptimizerSettings = OptimizerSettings(),
+) -> OptimizerMemory:
+    """Return the bytes of a training whose optimizer keeps a fraction of its states on the host.
+
+    Args:
+        parameters: every parameter, in the order of the optimizer's groups.
+        fraction: part of the trainable device elements, in [0, 1].
+        partition: ``"greedy"`` or ``"exact"``.
+        settings: what else changes the allocations.
+
+    Raises:
+        FractionError: the fraction is no number in [0, 1] (OPT-3).
+        PartitionModeError: there is no such partition (CFG-5).
+        DtypeError: a dtype has no size known here.
+    """
+    listed = list(parameters)
+    on_device = [one for one in listed if not one.on_host]
+    shares = divide(
+        [one.numel for one in on_device], fraction, partition, [one.trainable for one in on_device]
+    )
+    side_by_side = zip(on_device, shares, strict=True)
+    parts = [_of_device_parameter(parameter, share, settings) for parameter, share in side_by_side]
+    parts += [_of_host_parameter(one, settings) for one in listed if one.on_host]
+    return sum(parts, OptimizerMemory())
+
+
+def describe(tensors: Iterable[Any], *, all_on_device: bool = False) -> list[Parameter]:
+    """Return what the planner has to know of tensors, in order: `Parameter` for each.
+
+    Args:
+        tensors: torch parameters, or whatever has ``numel()``, ``dtype``, ``requires_grad`` and ``device``.
+        all_on_device: plan as if every tensor were on the device, for a model that is still on the host.
+    """
+    return [
+        Parameter(
+            numel=tensor.numel(),
+            dtype=tensor.dtype,
+            gradient_dtype=None if tensor.grad is None else tensor.grad.dtype,
+            trainable=tensor.requires_grad,
+            on_host=tensor.device.type == "cpu" and not all_on_device,
+        )
+        for tensor in tensors
+    ]
+
+
+def itemsize(dtype: object) -> int:
+    """Return the bytes of one element of a dtype given by name, as a torch dtype, or as that number itself.
+
+    Raises:
+        DtypeError: the dtype is none of these.
+    """
+    size = DTYPE_BYTES.get(str(dtype).removeprefix("torch."), getattr(dtype, "itemsize", dtype))
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise DtypeError("dtype", seen=dtype, required=f"one of {', '.join(DTYPE_BYTES)}", rule="MEM-20")
+    return size
+
+
+def pinned_rounding(nbytes: int) -> int:
+    """Return what torch's pinned allocator takes for a request: the next power of two, in bytes.
+
+    That is its rounding mode, which is on by default; without it a request takes what it asks for.
+
+    Raises:
+        SizeError: the request is negative.
+    """
+    if nbytes < 0:
+        raise SizeError("pinned bytes", seen=nbytes, required="at least 0", rule="MEM-21")
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def _of_device_parameter(parameter: Parameter, share: Share, settings: OptimizerSettings) -> OptimizerMemory:
+    """Return the bytes of one parameter that is on the device."""
+    weights = parameter.numel * parameter.weight_bytes
+    if not parameter.trainable:
+        return OptimizerMemory(device_weights=weights)
+    working, state = settings.working_bytes(parameter), settings.state_tensors
+    master = MASTER_BYTES if settings.has_master(parameter) else 0
+    host, device = share.host_elements, share.device_elements
+    gradients, copies = host * parameter.gradient_bytes, host * working
+    staging = host * parameter.weight_bytes if working != parameter.weight_bytes else 0
+    leaving = staging or copies
+    return OptimizerMemory(
+        device_weights=weights,
+        device_gradients=parameter.numel * parameter.gradient_bytes,
+        device_masters=device * master,
+        device_states=device * working * state + (0 if share.whole_host else settings.device_step_bytes),
+        host_working=copies,
+        host_states=host * working * state,
+        host_gradients=gradients,
+        host_staging=staging,
+        pinned=gradients * settings.pin_cpu_grads + leaving * settings.pin_cpu_params,
+        saved=host * (working * state + master) + share.whole_host * settings.device_step_bytes,
+    )
+
+
+def _of_host_parameter(parameter: Parameter, settings: OptimizerSettings) -> OptimizerMemory:
+    """Return the bytes of one parameter that is on the host itself: nothing of it crosses or is pinned."""
+    weights = parameter.numel * parameter.weight_bytes
+    if not parameter.trainable:
+        return OptimizerMemory(host_weights=weights)
+    working = parameter.numel * settings.working_bytes(parameter)
+    return OptimizerMemory(
+        host_weights=weights,
+        host_working=working if settings.has_master(parameter) else 0,
+        host_states=working * settings.state_tensors,
+        host_gradients=parameter.numel * parameter.gradient_bytes,
+    )
