@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -49,7 +49,8 @@ class Watch:
 @pytest.mark.requirement("MEM-1", "MEM-2", "MEM-5")
 @settings(max_examples=25)
 @given(
-    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=2, max_size=6), share=st.floats(0, 1, exclude_max=True)
+    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=2, max_size=6),
+    share=st.floats(0, 1, exclude_max=True),
 )
 def test_device_bytes_are_the_baselines_less_what_is_out(kinds: list[str], share: float) -> None:
     """At every layer boundary: allocated = the plain run's bytes - storages out + reloads, to the byte."""
@@ -90,7 +91,8 @@ def test_at_most_l_minus_k_layers_are_resident(num_layers: int) -> None:
         entering = {m: saved for m, _, saved in watch.moments}
         for layer in range(model_layers):
             released = min(max(layer - (model_layers - num_layers), 0), num_layers)
-            assert entering[f"forward {layer} begins"] in {released * saved_bytes, (released + 1) * saved_bytes}
+            allowed = {released * saved_bytes, (released + 1) * saved_bytes}
+            assert entering[f"forward {layer} begins"] in allowed
         assert offload.bytes_out() == offload.bytes_back() == 0
 
 
@@ -178,7 +180,9 @@ def _unused_branch(layers: nn.ModuleList) -> None:
 @pytest.mark.parametrize(
     "irregular", [_raise_in_third, _stop_after_first, _drop_graph, _no_grad, _evaluate, _unused_branch]
 )
-def test_an_irregular_pass_leaves_nothing_behind(irregular, retain: bool) -> None:  # type: ignore[no-untyped-def]
+def test_an_irregular_pass_leaves_nothing_behind(
+    irregular: Callable[[nn.ModuleList], None], retain: bool
+) -> None:
     """After it no host buffer is leased, no device byte is held, and the next step is as ever."""
     with simulated() as simulator:
         layers = build(["attention", "tanh", "views", "tanh"], WIDTH, "cuda")
@@ -215,7 +219,8 @@ def test_retained_buffers_are_reused() -> None:
 @pytest.mark.requirement("MEM-5", "MEM-6")
 def test_shapes_may_change_between_steps_with_retained_buffers() -> None:
     """Rows and dtypes change from step to step; every gradient is right."""
-    shapes = [(3, torch.float32), (7, torch.float32), (3, torch.bfloat16), (6, torch.bfloat16), (3, torch.float32)]
+    single, half = torch.float32, torch.bfloat16
+    shapes = [(3, single), (7, single), (3, half), (6, half), (3, single)]
     gradients = []
     for num_layers in (0, 2):
         with simulated():

@@ -54,7 +54,7 @@ def three_steps(layers: nn.ModuleList) -> None:
 
 
 def backward_that_stops_half_way(layers: nn.ModuleList) -> None:
-    """Backward to the middle has layer 0 on its way back, unused, when the next forward wants a host buffer."""
+    """Backward to the middle leaves layer 0 on its way back while the next forward wants a buffer."""
     for i in range(3):
         middle = layers[1](layers[0](batch(i, 6, 8, "cuda")))
         loss = layers[3](layers[2](middle)).sum()

@@ -26,7 +26,7 @@ from offload_ref.simulator import Simulator
 @pytest.mark.requirement("ACT-5")
 @pytest.mark.parametrize("num_layers", [-1, 2, 3, 1.0, "1", None, True, float("nan")])
 def test_k_outside_its_range(num_layers: object) -> None:
-    """K outside [0, L), or no whole number, is refused with the value seen, in each of the three conventions."""
+    """K outside [0, L), or no whole number, is refused with the value seen, in all three conventions."""
     with Simulator(device_type="cuda"):
         for construct in (
             lambda: ActivationOffload(num_layers, 2),  # type: ignore[arg-type]
@@ -52,8 +52,8 @@ def test_an_option_not_offered(option: str) -> None:
     """An option of a later version is refused by its name, in each convention."""
     with Simulator(device_type="cuda"):
         for construct in (
-            lambda: ActivationOffload(1, 2, **{option: True}),  # type: ignore[arg-type]
-            lambda: get_cpu_offload_context(True, 1, 2, **{option: True}),  # type: ignore[arg-type]
+            lambda: ActivationOffload(1, 2, **{option: True}),
+            lambda: get_cpu_offload_context(True, 1, 2, **{option: True}),
         ):
             with pytest.raises(UnsupportedError, match=option):
                 construct()
@@ -79,7 +79,10 @@ def test_layers_that_are_no_modules() -> None:
     """A list of anything but modules is refused before any hook is registered."""
     with Simulator(device_type="cuda"):
         module = nn.Identity()
-        with pytest.raises(OffloadTypeError, match="torch.nn.Module"), offload_layers([module, "layer"], 1):  # type: ignore[list-item]
+        with (
+            pytest.raises(OffloadTypeError, match=r"torch\.nn\.Module"),
+            offload_layers([module, "layer"], 1),  # type: ignore[list-item]
+        ):
             pass
         assert not module._forward_pre_hooks
 
@@ -106,7 +109,7 @@ def test_fewer_layers_than_declared(machine: Machine) -> None:
 
 @pytest.mark.requirement("ACT-6")
 def test_more_layers_than_declared(machine: Machine) -> None:
-    """Three layers where two are declared: the third begins a forward pass that never ends, and is refused."""
+    """Three layers where two are declared: the third begins a forward pass that never ends: refused."""
     with machine.run():
         context, sync = get_cpu_offload_context(True, 1, 2, min_offload_bytes=0)
         y = torch.ones(4, device=machine.device, requires_grad=True)
@@ -121,23 +124,11 @@ def test_more_layers_than_declared(machine: Machine) -> None:
             pass
 
 
-def _edit_activation(layers: nn.ModuleList, kept: list[torch.Tensor]) -> None:
-    kept[0].add_(1)
-
-
-def _edit_weight(layers: nn.ModuleList, kept: list[torch.Tensor]) -> None:
-    layers[0].linear.weight.mul_(2)
-
-
-def _edit_weight_of_a_layer_that_stays(layers: nn.ModuleList, kept: list[torch.Tensor]) -> None:
-    layers[2].linear.weight.mul_(2)
-
-
 @pytest.mark.quick
 @pytest.mark.requirement("ACT-24")
-@pytest.mark.parametrize("edit", [_edit_activation, _edit_weight, _edit_weight_of_a_layer_that_stays])
-def test_an_edit_between_save_and_use_is_found(machine: Machine, edit) -> None:  # type: ignore[no-untyped-def]
-    """Offloaded activations, parameters and what passes through: an in-place edit raises and names the tensor."""
+@pytest.mark.parametrize("edited", ["activation", "weight", "weight of a layer that stays"])
+def test_an_edit_between_save_and_use_is_found(machine: Machine, edited: str) -> None:
+    """Offloaded activations, parameters and what passes through: an edit raises and names the tensor."""
     with machine.run():
         layers = build(["tanh", "tanh", "tanh"], 8, machine.device)
         kept: list[torch.Tensor] = []
@@ -146,7 +137,8 @@ def test_an_edit_between_save_and_use_is_found(machine: Machine, edit) -> None: 
             loss = run_layers(layers, batch(0, 6, 8, machine.device))
         torch.accelerator.synchronize()
         with torch.no_grad():
-            edit(layers, kept)
+            victims = [kept[0], layers[0].linear.weight, layers[2].linear.weight]
+            victims[["activation", "weight", "weight of a layer that stays"].index(edited)].add_(1)
         with pytest.raises(InPlaceEditError, match=r"torch.float32, shape .*modified in place.*ACT-24"):
             loss.backward()
 
@@ -157,9 +149,9 @@ def test_a_checkpoint_around_a_layer_is_refused(machine: Machine, use_reentrant:
     """Checkpointing of an offloaded layer is refused by name, when it would go wrong."""
     with machine.run():
         layers = build(["tanh", "tanh"], 8, machine.device)
+        x = batch(0, 6, 8, machine.device)
         with offloaded(layers, 1), pytest.raises(UnsupportedError, match="checkpoint"):
-            y = checkpoint(layers[0], batch(0, 6, 8, machine.device), use_reentrant=use_reentrant)
-            y.sum().backward()
+            checkpoint(layers[0], x, use_reentrant=use_reentrant).sum().backward()
 
 
 @pytest.mark.requirement("ACT-20")
@@ -173,7 +165,7 @@ def test_a_checkpoint_inside_a_layer_is_right(machine: Machine, use_reentrant: b
             self.inner = nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=use_reentrant).sin()  # type: ignore[no-any-return]
+            return checkpoint(self.inner, x, use_reentrant=use_reentrant).sin()
 
     gradients = []
     for num_layers in (0, 2):

@@ -30,8 +30,10 @@ class Apply(nn.Module):
         return self.function(x)
 
 
-def copied(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, floor: int = 0) -> ActivationOffload:
-    """Run the function as the one offloaded layer of two, forward and backward; what crossed is in ``stats``."""
+def copied(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, floor: int = 0
+) -> ActivationOffload:
+    """Run the function as the one offloaded layer of two, there and back; ``stats`` say what crossed."""
     layers = nn.ModuleList([Apply(function), nn.Identity()])
     with offload_layers(layers, 1, min_offload_bytes=floor) as offload:
         y = layers[1](layers[0](x))
@@ -86,7 +88,7 @@ def test_many_views_of_one_storage_make_one_copy(machine: Machine) -> None:
 
 @pytest.mark.requirement("ACT-14", "ACT-24")
 def test_a_storage_is_copied_once_for_each_version(machine: Machine) -> None:
-    """h saved, h edited, h saved again: two copies, and the gradient of the second save is right."""
+    """Saved, edited, saved again: two copies, and the gradient of the second save is right."""
 
     def edited(x: torch.Tensor) -> torch.Tensor:
         h = x * 1
@@ -128,7 +130,7 @@ def test_below_the_floor_nothing_moves(machine: Machine) -> None:
 
     def many(x: torch.Tensor) -> torch.Tensor:
         small = sum((x[i : i + 4] * 1).sin().sum() for i in range(500))
-        return (x * 1).sin().sum() + small  # type: ignore[no-any-return]
+        return (x * 1).sin().sum() + small
 
     gradients = []
     with machine.run():
@@ -194,7 +196,8 @@ def test_marks(machine: Machine) -> None:
         mark_keep(t)
 
     with machine.run():
-        assert [marked(m) for m in (lambda _: None, mark_offload, attribute, mark_keep, both)] == [0, 1, 1, 0, 0]
+        marks = (lambda _: None, mark_offload, attribute, mark_keep, both)
+        assert [marked(mark) for mark in marks] == [0, 1, 1, 0, 0]
 
 
 @pytest.mark.requirement("ACT-10")
@@ -276,7 +279,7 @@ def test_any_view_comes_back_as_it_left(
         elements *= n + 3
     with Simulator(device_type="cuda") as simulator:
         x = torch.arange(elements, dtype=dtype, device="cuda").requires_grad_()
-        copied(lambda x: Keep.apply(view_of(x * 1)), x)  # type: ignore[no-any-return]
+        copied(lambda x: Keep.apply(view_of(x * 1)), x)  # type: ignore[no-untyped-call]
     simulator.assert_race_free()
 
 

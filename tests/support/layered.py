@@ -80,7 +80,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run computed: one loss a micro-batch, and the gradients of inputs and parameters, on the host."""
+    """What a run computed: a loss per micro-batch, gradients of inputs and parameters; on the host."""
 
     losses: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
@@ -93,7 +93,7 @@ def build(kinds: Sequence[str], width: int, device: str, dtype: torch.dtype = to
 
 
 def batch(index: int, rows: int, width: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Input number ``index``: each differs from the others, and each run draws the same."""
+    """Input number ``index``: each differs from the others; every run draws the same."""
     generator = torch.Generator().manual_seed(100 + index)
     return torch.randn(rows, width, generator=generator).to(dtype).to(device).requires_grad_()
 
@@ -111,18 +111,21 @@ def train(
     backward_order: Sequence[int] | None = None,
     offloading: AbstractContextManager[object] | None = None,
 ) -> Outcome:
-    """Run all forwards, then all backwards in the given order; nothing is read before everything is issued."""
+    """Run all forwards, then all backwards in the given order; read nothing before all is issued."""
     with offloading or nullcontext():
         losses = [run_layers(layers, x) for x in inputs]
     for i in backward_order or range(len(inputs)):
         losses[i].backward()
-    gradients = [x.grad for x in inputs] + [p.grad for p in layers.parameters()]
+    gradients = [t.grad for t in (*inputs, *layers.parameters())]
     return Outcome(
-        [loss.detach().cpu() for loss in losses], [None if g is None else g.cpu() for g in gradients]
+        losses=[loss.detach().cpu() for loss in losses],
+        gradients=[None if g is None else g.cpu() for g in gradients],
     )
 
 
-def offloaded(layers: nn.ModuleList, num_layers: int, **options: int | bool) -> AbstractContextManager[object]:
+def offloaded(
+    layers: nn.ModuleList, num_layers: int, **options: int | bool
+) -> AbstractContextManager[object]:
     """Offloading of small layers: no size floor unless one is asked for."""
     return offload_layers(layers, num_layers, **{"min_offload_bytes": 0, **options})  # type: ignore[arg-type]
 
