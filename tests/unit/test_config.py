@@ -93,6 +93,13 @@ ROWS = [
         id="te-graphs",
     ),
     pytest.param(
+        ("model.cuda_graph_impl=transformer_engine", "model.cuda_graph_scope=full_iteration"),
+        errors.CudaGraphError,
+        "CUDA graphs not supported with CPU offloading.",
+        "CFG-15",
+        id="te-graphs-have-no-full-iteration",
+    ),
+    pytest.param(
         ("model.cuda_graph_impl=local", "model.cuda_graph_scope=[attn,mlp]"),
         errors.CudaGraphError,
         "CUDA graphs not supported with CPU offloading.",
@@ -310,6 +317,12 @@ def test_layer_graphs_violate_both_rows_of_graphs() -> None:
             errors.NothingOffloadedWarning,
             "cpu_offloading is on, but cpu_offloading_num_layers is 0: nothing is offloaded [CFG-32]",
             id="no-layers",
+        ),
+        pytest.param(
+            ("model.cpu_offloading_num_layers=0", "model.num_layers=1"),
+            errors.NothingOffloadedWarning,
+            "cpu_offloading is on, but cpu_offloading_num_layers is 0: nothing is offloaded [CFG-32]",
+            id="no-layers-of-one",
         ),
         pytest.param(
             ("model.cpu_offloading_activations=false",),
