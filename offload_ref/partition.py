@@ -18,7 +18,7 @@ from offload_ref.errors import FractionError, PartitionModeError, SizeError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["MODES", "Share", "check_fraction", "exact", "greedy", "partition"]
+__all__ = ["MODES", "Share", "check_fraction", "exact", "greedy", "into_runs", "partition"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,19 @@ def partition(
     if rule is None:  # CFG-5
         raise PartitionModeError("partition", seen=mode, required="'greedy' or 'exact'", rule="CFG-5")
     return rule(sizes, fraction, counted)
+
+
+def into_runs(nbytes: Sequence[int], most: int) -> list[slice]:
+    """Split a sequence into runs of at most ``most`` bytes each, but of at least one entry."""
+    runs: list[slice] = []
+    filled = 0
+    for position, size in enumerate(nbytes):
+        if not runs or filled + size > most:
+            runs.append(slice(position, position))
+            filled = 0
+        runs[-1] = slice(runs[-1].start, position + 1)
+        filled += size
+    return runs
 
 
 def _intended(fraction: object) -> Fraction:

@@ -6,16 +6,15 @@ asks its allocators for. Nothing here needs torch or a device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from offload_ref.errors import DtypeError, SizeError
+from offload_ref.partition import Share, into_runs
 from offload_ref.partition import partition as divide
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from offload_ref.partition import Share
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["OptimizerMemory", "Parameter", "describe", "itemsize", "pinned_rounding", "predict"]
 
@@ -24,6 +23,9 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 MASTER_BYTES = 4
 """Bytes of one element of a master: masters are fp32."""
+
+MASTERED_BYTES = 2
+"""Bytes of one element of a weight that has a master: bfloat16 and float16."""
 
 ADAM_STATE_TENSORS = 2
 """Tensors of a parameter's size that Adam keeps: its two moments."""
@@ -39,6 +41,7 @@ class Parameter:
         gradient_dtype: dtype of the gradient; that of the weight if None.
         trainable: whether it requires a gradient; a frozen parameter costs its weight alone.
         on_host: whether the weight itself is on the host; it is stepped there, outside the fraction.
+        dense: whether its elements fill a range of memory; one that does not is never split.
 
     Raises:
         SizeError: the number of elements is negative.
@@ -49,6 +52,7 @@ class Parameter:
     gradient_dtype: object = None
     trainable: bool = True
     on_host: bool = False
+    dense: bool = True
 
     def __post_init__(self) -> None:
         if self.numel < 0:
@@ -80,6 +84,7 @@ class OptimizerMemory:
         host_gradients: where gradients of the host share arrive, in their own dtype.
         host_staging: where weights of the host share leave from, if the working copy has another dtype.
         pinned: how much of the host bytes is pinned.
+        pinned_taken: what torch's pinned allocator takes for these; see `pinned_rounding`.
         saved: device bytes less than with nothing on the host.
     """
 
@@ -93,6 +98,7 @@ class OptimizerMemory:
     host_gradients: int = 0
     host_staging: int = 0
     pinned: int = 0
+    pinned_taken: int = 0
     saved: int = 0
 
     def __add__(self, other: OptimizerMemory) -> OptimizerMemory:
@@ -123,6 +129,8 @@ class OptimizerSettings:
             class is fused or capturable and so keeps it there, else 0.
         pin_cpu_grads: whether gradients arrive in pinned memory.
         pin_cpu_params: whether weights leave from pinned memory.
+        bucket_bytes: most bytes of working copies in one bucket; each bucket is one pinned request per
+            direction.
     """
 
     param_update_in_fp32: bool = False
@@ -130,10 +138,11 @@ class OptimizerSettings:
     device_step_bytes: int = 0
     pin_cpu_grads: bool = True
     pin_cpu_params: bool = True
+    bucket_bytes: int = 32 << 20
 
     def has_master(self, parameter: Parameter) -> bool:
         """Return whether the parameter is stepped through an fp32 copy of its 16-bit weight."""
-        return self.param_update_in_fp32 and parameter.weight_bytes < MASTER_BYTES
+        return self.param_update_in_fp32 and parameter.weight_bytes == MASTERED_BYTES
 
     def working_bytes(self, parameter: Parameter) -> int:
         """Return the bytes of one element of what is stepped, and of each of its states."""
@@ -162,22 +171,27 @@ def predict(
     """
     listed = list(parameters)
     on_device = [one for one in listed if not one.on_host]
-    shares = divide(
-        [one.numel for one in on_device], fraction, partition, [one.trainable for one in on_device]
-    )
-    side_by_side = zip(on_device, shares, strict=True)
-    parts = [_of_device_parameter(parameter, share, settings) for parameter, share in side_by_side]
+    sizes, counted = [one.numel for one in on_device], [one.trainable for one in on_device]
+    shares = [
+        Share(one.numel, one.numel) if share.split and not one.dense else share
+        for one, share in zip(on_device, divide(sizes, fraction, partition, counted), strict=True)
+    ]
+    parts = [_of_device_parameter(*pair, settings) for pair in zip(on_device, shares, strict=True)]
     parts += [_of_host_parameter(one, settings) for one in listed if one.on_host]
-    return sum(parts, OptimizerMemory())
+    requests = _pinned_requests(on_device, shares, settings)
+    taken = sum(map(pinned_rounding, requests))
+    return replace(sum(parts, OptimizerMemory()), pinned=sum(requests), pinned_taken=taken)
 
 
 def describe(tensors: Iterable[Any], *, all_on_device: bool = False) -> list[Parameter]:
     """Return what the planner has to know of tensors, in order: `Parameter` for each.
 
     Args:
-        tensors: torch parameters, or whatever has ``numel()``, ``dtype``, ``requires_grad`` and ``device``.
+        tensors: torch parameters.
         all_on_device: plan as if every tensor were on the device, for a model that is still on the host.
     """
+    from offload_ref.buckets import is_dense  # noqa: PLC0415 - whoever has tensors has torch
+
     return [
         Parameter(
             numel=tensor.numel(),
@@ -185,6 +199,7 @@ def describe(tensors: Iterable[Any], *, all_on_device: bool = False) -> list[Par
             gradient_dtype=None if tensor.grad is None else tensor.grad.dtype,
             trainable=tensor.requires_grad,
             on_host=tensor.device.type == "cpu" and not all_on_device,
+            dense=is_dense(tensor),
         )
         for tensor in tensors
     ]
@@ -223,21 +238,37 @@ def _of_device_parameter(parameter: Parameter, share: Share, settings: Optimizer
     working, state = settings.working_bytes(parameter), settings.state_tensors
     master = MASTER_BYTES if settings.has_master(parameter) else 0
     host, device = share.host_elements, share.device_elements
-    gradients, copies = host * parameter.gradient_bytes, host * working
-    staging = host * parameter.weight_bytes if working != parameter.weight_bytes else 0
-    leaving = staging or copies
+    staging = host * parameter.weight_bytes if master else 0
     return OptimizerMemory(
         device_weights=weights,
         device_gradients=parameter.numel * parameter.gradient_bytes,
         device_masters=device * master,
         device_states=device * working * state + (0 if share.whole_host else settings.device_step_bytes),
-        host_working=copies,
+        host_working=host * working,
         host_states=host * working * state,
-        host_gradients=gradients,
+        host_gradients=host * parameter.gradient_bytes,
         host_staging=staging,
-        pinned=gradients * settings.pin_cpu_grads + leaving * settings.pin_cpu_params,
         saved=host * (working * state + master) + share.whole_host * settings.device_step_bytes,
     )
+
+
+def _pinned_requests(
+    parameters: Sequence[Parameter], shares: Sequence[Share], settings: OptimizerSettings
+) -> list[int]:
+    """Return the bytes of each pinned allocation: per bucket one for gradients and one for weights."""
+    crossing = [
+        (parameter, share.host_elements)
+        for parameter, share in zip(parameters, shares, strict=True)
+        if parameter.trainable and share.host_elements
+    ]
+    working = [elements * settings.working_bytes(parameter) for parameter, elements in crossing]
+    requests = []
+    for run in into_runs(working, settings.bucket_bytes):
+        if settings.pin_cpu_grads:
+            requests.append(sum(elements * parameter.gradient_bytes for parameter, elements in crossing[run]))
+        if settings.pin_cpu_params:
+            requests.append(sum(elements * parameter.weight_bytes for parameter, elements in crossing[run]))
+    return requests
 
 
 def _of_host_parameter(parameter: Parameter, settings: OptimizerSettings) -> OptimizerMemory:

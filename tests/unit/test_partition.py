@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_ref.errors import FractionError, PartitionModeError, SizeError
-from offload_ref.partition import MODES, Share, check_fraction, exact, greedy, partition
+from offload_ref.partition import MODES, Share, check_fraction, exact, greedy, into_runs, partition
 
 SIZES = st.lists(st.one_of(st.just(0), st.integers(1, 50), st.integers(1, 10**9)), max_size=20)
 """Elements per parameter: empty, small and large ones."""
@@ -267,3 +267,13 @@ def test_impossible_sizes_are_refused() -> None:
         greedy([5, -3], 0.5)
     with pytest.raises(SizeError, match="got 1, required 2"):
         exact([5, 3], 0.5, [True])
+
+
+@given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 200))
+def test_runs_are_full_and_in_order(nbytes: list[int], most: int) -> None:
+    """Runs keep the order, hold at most the bytes asked for or one entry, and could not hold the next."""
+    runs = [nbytes[run] for run in into_runs(nbytes, most)]
+    assert [size for run in runs for size in run] == nbytes
+    for run, following in zip(runs, [*runs[1:], [most + 1]], strict=True):
+        assert len(run) == 1 or sum(run) <= most
+        assert sum(run) + following[0] > most

@@ -1,7 +1,5 @@
 """The optimizer's memory, predicted: closed forms, the saving, and what torch's pinned allocator takes."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given
@@ -60,6 +58,7 @@ def test_bf16_with_masters_at_one_half() -> None:
         host_gradients=2000,
         host_staging=2000,
         pinned=4000,
+        pinned_taken=4096,
         saved=12000,
     )
     assert (plan.device, plan.host) == (20000, 16000)
@@ -77,6 +76,7 @@ def test_fp32_weights_are_their_own_masters() -> None:
         host_states=8000,
         host_gradients=4000,
         pinned=8000,
+        pinned_taken=8192,
         saved=8000,
     )
 
@@ -174,13 +174,9 @@ def test_describe_reads_real_tensors(mode: str) -> None:
 @pytest.mark.requirement("MEM-20")
 def test_describe_reads_gradients_in_their_own_dtype() -> None:
     """A gradient that is there says its dtype; its absence leaves the weight's."""
-    weight = SimpleNamespace(
-        numel=lambda: 6,
-        dtype=torch.bfloat16,
-        requires_grad=True,
-        device=torch.device("meta"),
-        grad=torch.zeros(6),
-    )
+    weight = torch.nn.Parameter(torch.zeros(6, dtype=torch.bfloat16, device="meta"))
+    weight.grad_dtype = None
+    weight.grad = torch.zeros(6, device="meta")
     plan = predict(describe([weight]), 1)
     assert (plan.device_gradients, plan.host_gradients) == (24, 24)
 
