@@ -274,6 +274,6 @@ def test_runs_are_full_and_in_order(nbytes: list[int], most: int) -> None:
     """Runs keep the order, hold at most the bytes asked for or one entry, and could not hold the next."""
     runs = [nbytes[run] for run in into_runs(nbytes, most)]
     assert [size for run in runs for size in run] == nbytes
-    for run, following in zip(runs, [*runs[1:], [most + 1]], strict=True):
+    for run, following in zip(runs, [*runs, [most + 1]][1:], strict=True):
         assert len(run) == 1 or sum(run) <= most
         assert sum(run) + following[0] > most
