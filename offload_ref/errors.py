@@ -51,6 +51,22 @@ class InPlaceEditError(OffloadError, RuntimeError):
     """Backward needs a saved tensor that was modified in place since it was saved."""
 
 
+class OptimizerInputError(OffloadValueError):
+    """The optimizer is given no group, or what is no leaf parameter."""
+
+
+class HostStepError(OffloadError, RuntimeError):
+    """The host's optimizer class cannot step host tensors."""
+
+
+class SparseGradientError(OffloadError, RuntimeError):
+    """A gradient is sparse."""
+
+
+class StateDictError(OffloadValueError):
+    """A state dict does not fit the optimizer's groups and parameters."""
+
+
 class NoAcceleratorError(OffloadError, RuntimeError):
     """There is neither an accelerator nor an active simulator."""
 

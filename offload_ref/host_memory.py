@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -78,3 +79,19 @@ class PinnedPool:
         """Drop every free buffer; torch's own host allocator waits for the copies that still use them."""
         self._free.clear()
         self.free_bytes = 0
+
+
+def carve(likes: Sequence[tuple[torch.Size, torch.dtype]], *, pin: bool) -> list[torch.Tensor]:
+    """Contiguous host tensors of the given shapes and dtypes, side by side in one flat buffer without gaps.
+
+    Wider dtypes come first, so that every tensor is aligned to its elements (MEM-11).
+    """
+    sizes = [shape.numel() * dtype.itemsize for shape, dtype in likes]
+    flat = allocate_host(sum(sizes), pin=pin)
+    tensors: dict[int, torch.Tensor] = {}
+    begin = 0
+    for i in sorted(range(len(likes)), key=lambda i: -likes[i][1].itemsize):
+        shape, dtype = likes[i]
+        tensors[i] = flat[begin : begin + sizes[i]].view(dtype).view(shape)
+        begin += sizes[i]
+    return [tensors[i] for i in range(len(likes))]

@@ -1,0 +1,512 @@
+"""HybridDeviceOptimizer: a fraction of the parameters has its optimizer states, and its step, on the host.
+
+Each step, the gradients of the host share come to the host, a host optimizer steps copies of the parameters
+there, and the new weights go back; the rest is stepped on the device meanwhile. ``partition`` says which
+parameters these are, ``buckets`` moves and steps them, and this module is what the user's loop sees: param
+groups, ``step``, ``state_dict``, and what happens when weights change from outside.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from offload_ref.buckets import Bucket, Unit, bind_host_copies, gradient_of, into_buckets, is_dense
+from offload_ref.errors import (
+    HostStepError,
+    OffloadTypeError,
+    OptimizerInputError,
+    PartitionModeError,
+    SparseGradientError,
+    StateDictError,
+    UnsupportedError,
+)
+from offload_ref.partition import MODES, Share, check_fraction
+from offload_ref.partition import partition as divide
+
+__all__ = ["HybridDeviceOptimizer"]
+
+DEFAULT_BUCKET_BYTES = 32 << 20
+"""Bytes of working copies that are moved and stepped together."""
+
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "ASGD", "Rprop"}
+)
+"""Classes of torch.optim that treat each element alone, so that a parameter may be split."""
+
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+"""Dtypes that have a master with ``param_update_in_fp32``."""
+
+MASTER_KEY = "master_param"
+"""Megatron's name for the master in a parameter's state."""
+
+NOT_HYPERPARAMETERS = frozenset({"params", "param_names"})
+"""Keys of a param group that name parameters."""
+
+OptimizerClass = Callable[..., Optimizer]
+"""A torch.optim class, or a function that builds an optimizer from groups."""
+
+
+class HybridDeviceOptimizer(Optimizer):
+    """An optimizer whose states, masters and step are on the host for a fraction of the parameters.
+
+    Args:
+        params: as for any torch optimizer; groups keep number, order, identity and keys.
+        offload_fraction: fraction of the trainable device elements, in [0, 1].
+        cpu_optimizer_cls, gpu_optimizer_cls: what steps the host share and the device share.
+        param_update_in_fp32: step fp32 masters of bfloat16 and float16 parameters.
+        pin_cpu_grads, pin_cpu_params: gradients arrive in, and weights leave from, pinned memory.
+        overlap_cpu_optimizer_d2h_h2d: transfer on streams of their own; never changes a bit.
+        partition: ``greedy`` (Megatron's rule), or ``exact`` (splits one parameter; element-wise classes).
+        step_on: ``host``; ``device`` is refused in this version.
+        bucket_bytes: bytes of working copies that are moved and stepped together.
+        elementwise: vouch that the classes treat each element alone, for ``exact``.
+        optimizer_kwargs: hyperparameters, for both classes and for the groups.
+
+    Raises:
+        FractionError: the fraction is no number in [0, 1] (OPT-3).
+        OptimizerInputError: no group, or a parameter that is None, no tensor, or no leaf (OPT-40).
+        HostStepError: the host's class cannot step a host tensor (OPT-41).
+        PartitionModeError: an unknown partition, or ``exact`` for other than element-wise classes (OPT-42).
+        UnsupportedError: ``step_on`` other than ``host`` (OPT-43).
+        OffloadTypeError: a keyword that neither class knows (OPT-15).
+
+    Host memory is allocated at the first step or load, not here (MEM-10).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        offload_fraction: float = 0.5,
+        cpu_optimizer_cls: OptimizerClass = torch.optim.AdamW,
+        gpu_optimizer_cls: OptimizerClass = torch.optim.AdamW,
+        param_update_in_fp32: bool = False,
+        pin_cpu_grads: bool = True,
+        pin_cpu_params: bool = True,
+        overlap_cpu_optimizer_d2h_h2d: bool = True,
+        *,
+        partition: str = "greedy",
+        step_on: str = "host",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        elementwise: bool | None = None,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        self.offload_fraction = check_fraction(offload_fraction)
+        self.cpu_optimizer_cls, self.gpu_optimizer_cls = cpu_optimizer_cls, gpu_optimizer_cls
+        self.param_update_in_fp32 = param_update_in_fp32
+        self.pin_cpu_grads, self.pin_cpu_params = pin_cpu_grads, pin_cpu_params
+        self.overlap_cpu_optimizer_d2h_h2d = overlap_cpu_optimizer_d2h_h2d
+        self.partition, self.step_on, self.bucket_bytes = partition, step_on, bucket_bytes
+        self.elementwise = elementwise
+        self._check_modes()
+        groups = _checked_groups(params)
+        hyperparameters = self._hyperparameters(optimizer_kwargs, groups)
+        self.units: list[Unit] = []
+        self.buckets: list[Bucket] = []
+        self._side_streams: tuple[torch.Stream, torch.Stream] | None = None
+        super().__init__(groups, hyperparameters)
+        self._hyperparameter_names = frozenset(self.defaults)
+        self.defaults = {**self.defaults, **self._constructor_keywords()}
+        self._plan(range(len(self.param_groups)))
+        if any(unit.on_host for unit in self.units):
+            _check_host_step(cpu_optimizer_cls, self._known_to(cpu_optimizer_cls))
+
+    # Construction
+
+    def _check_modes(self) -> None:
+        if self.step_on != "host":
+            raise UnsupportedError(
+                "step_on", seen=self.step_on, required="'host' in this version", rule="OPT-43"
+            )
+        if self.partition not in MODES:
+            required = f"one of {', '.join(MODES)}"
+            raise PartitionModeError("partition", seen=self.partition, required=required, rule="OPT-42")
+        if self.partition == "exact" and not self.elementwise:
+            for cls in (self.cpu_optimizer_cls, self.gpu_optimizer_cls):
+                self._check_elementwise(cls)
+        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
+            required = "a whole number of bytes, at least 1"
+            raise OptimizerInputError(
+                "bucket_bytes", seen=self.bucket_bytes, required=required, rule="OPT-40"
+            )
+
+    def _check_elementwise(self, cls: OptimizerClass) -> None:
+        of_torch = getattr(cls, "__module__", "").startswith("torch.optim")
+        if self.elementwise is False or not (of_torch and getattr(cls, "__name__", "") in ELEMENTWISE):
+            required = f"one of {', '.join(sorted(ELEMENTWISE))}, or elementwise=True"
+            raise PartitionModeError(
+                "class for partition='exact'", seen=cls, required=required, rule="OPT-42"
+            )
+
+    def _hyperparameters(self, keywords: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """The classes' own defaults with the keywords over them; refuses a keyword that neither knows."""
+        self._keywords = keywords
+        classes = (self.cpu_optimizer_cls, self.gpu_optimizer_cls)
+        device = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+        on_host = classes[0]([torch.zeros(1)], **self._known_to(classes[0]))
+        on_device = classes[1]([torch.zeros(1, device=device)], **self._known_to(classes[1]))
+        defaults = {"bias_correction": True, **on_host.defaults, **on_device.defaults}
+        known = frozenset().union(*(_keywords_of(cls, keywords) for cls in classes))
+        for name, value in keywords.items():
+            if name not in known and (name not in defaults or defaults[name] != value):
+                seen, required = f"{name}={value!r}", "a keyword of the optimizer classes"
+                raise OffloadTypeError("optimizer keyword", seen=seen, required=required, rule="OPT-15")
+        return {**on_host.defaults, **on_device.defaults, **keywords}
+
+    def _known_to(self, cls: OptimizerClass) -> dict[str, Any]:
+        names = _keywords_of(cls, self._keywords)
+        return {name: value for name, value in self._keywords.items() if name in names}
+
+    def _constructor_keywords(self) -> dict[str, Any]:
+        """Every keyword of the constructor: Megatron builds the optimizer anew from ``defaults``."""
+        names = [name for name in inspect.signature(HybridDeviceOptimizer).parameters if hasattr(self, name)]
+        return {name: getattr(self, name) for name in names}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, divided by the same fraction on its own; what exists stays where it is (OPT-16)."""
+        super().add_param_group(param_group)
+        if hasattr(self, "_hyperparameter_names"):
+            added = self.param_groups[-1]
+            for name in set(self.defaults) - self._hyperparameter_names:
+                del added[name]
+            self._plan([len(self.param_groups) - 1])
+
+    # Planning
+
+    def _plan(self, numbers: Iterable[int]) -> None:
+        """Decide for each parameter of these groups on which side it is stepped."""
+        listed = [(number, p) for number in numbers for p in self.param_groups[number]["params"]]
+        on_device = [p for _, p in listed if p.device.type != "cpu"]
+        counted = [p.requires_grad for p in on_device]
+        shares = divide([p.numel() for p in on_device], self.offload_fraction, self.partition, counted)
+        of_parameter = dict(zip(on_device, shares, strict=True))
+        for number, parameter in listed:
+            self.units += self._units_of(parameter, number, of_parameter.get(parameter))
+
+    def _units_of(self, parameter: torch.Tensor, group: int, share: Share | None) -> Iterator[Unit]:
+        """One unit, or two if split; ``share`` is None for a parameter on the host itself (OPT-7)."""
+        has_master = self.param_update_in_fp32 and parameter.dtype in SIXTEEN_BIT
+
+        def unit(start: int, stop: int, *, on_host: bool) -> Unit:
+            return Unit(parameter, group, start, stop, on_host, on_host and share is not None, has_master)
+
+        size = parameter.numel()
+        if share is None or share.whole_host or (share.split and not is_dense(parameter)):
+            yield unit(0, size, on_host=True)
+        elif share.split:
+            yield unit(0, share.host_elements, on_host=True)
+            yield unit(share.host_elements, size, on_host=False)
+        else:
+            yield unit(0, size, on_host=False)
+
+    def _fill_buckets(self, wanted: Callable[[Unit], bool]) -> None:
+        """Allocate for the wanted units that have no bucket yet."""
+        placed = {unit for bucket in self.buckets for unit in bucket.units}
+        fresh = [unit for unit in self.units if unit not in placed and wanted(unit)]
+        crossing = [unit for unit in fresh if unit.crosses]
+        for units in into_buckets(crossing, self.bucket_bytes):
+            staging = bind_host_copies(units, pin=self.pin_cpu_params)
+            self.buckets.append(self._bucket(units, self.cpu_optimizer_cls, staging))
+        for cls, on_host in ((self.cpu_optimizer_cls, True), (self.gpu_optimizer_cls, False)):
+            units = [unit for unit in fresh if not unit.crosses and unit.on_host is on_host]
+            for unit in units:
+                unit.bind(None)
+            if units:
+                self.buckets.append(self._bucket(units, cls, []))
+        for unit in fresh:
+            unit.note_weight()
+
+    def _bucket(self, units: list[Unit], cls: OptimizerClass, staging: list[torch.Tensor]) -> Bucket:
+        numbers = sorted({unit.group for unit in units})
+        groups = [
+            {**self._hyperparameters_of(n), "params": [u.working for u in units if u.group == n]}
+            for n in numbers
+        ]
+        return Bucket(units, cls(groups, **self._known_to(cls)), numbers, self.pin_cpu_grads, staging)
+
+    def _hyperparameters_of(self, number: int) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in self.param_groups[number].items()
+            if name not in NOT_HYPERPARAMETERS
+        }
+
+    # The step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: runs once, with gradients enabled, before any gradient is read (OPT-9).
+
+        Returns:
+            What the closure returns.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._check_gradients()
+        with torch.no_grad():
+            self._fill_buckets(lambda u: u.parameter.requires_grad or gradient_of(u.parameter) is not None)
+            self._hand_over()
+            self._step_buckets([bucket for bucket in self.buckets if bucket.has_gradients()])
+            self._take_back()
+        return result
+
+    def _check_gradients(self) -> None:
+        for unit in self.units:
+            gradient = gradient_of(unit.parameter)
+            if gradient is not None and gradient.layout is not torch.strided:
+                required = "dense gradients"
+                raise SparseGradientError("gradient", seen=gradient.layout, required=required, rule="OPT-45")
+
+    def _step_buckets(self, buckets: list[Bucket]) -> None:
+        crossing = [bucket for bucket in buckets if bucket.crosses]
+        staying = [bucket for bucket in buckets if not bucket.crosses]
+        if not crossing:
+            _step_in_place(staying)
+            return
+        compute, d2h, h2d = self._compute_and_side_streams(crossing[0].units[0].parameter.device)
+        begun = compute.record_event()
+        # COPY gradients to the host
+        for bucket in crossing:
+            bucket.copy_gradients(d2h, begun)
+        # STEP the device share beside the copies
+        _step_in_place(staying)
+        # STEP the host share bucket by bucket, COPY its weights back
+        returned = []
+        for bucket in crossing:
+            bucket.wait_for_host()
+            bucket.step()
+            returned.append(bucket.copy_weights(h2d, begun))
+        # WAIT
+        for event in returned:
+            compute.wait_event(event)  # ORD-15
+
+    def _compute_and_side_streams(
+        self, device: torch.device
+    ) -> tuple[torch.Stream, torch.Stream, torch.Stream]:
+        """The current stream and one per direction; without overlap all three are the current one."""
+        compute = torch.accelerator.current_stream(device)
+        if not self.overlap_cpu_optimizer_d2h_h2d:
+            return compute, compute, compute
+        if self._side_streams is None:
+            self._side_streams = (torch.Stream(device), torch.Stream(device))
+        return compute, *self._side_streams
+
+    def _hand_over(self) -> None:
+        """Give the sub-optimizers what the user may have changed: hyperparameters, states, weights."""
+        for bucket in self.buckets:
+            for group, number in zip(bucket.optimizer.param_groups, bucket.group_numbers, strict=True):
+                group.update(self._hyperparameters_of(number))  # OPT-10
+            for unit in bucket.units:
+                unit.follow_weight()
+                if unit.whole and unit.parameter in self.state:
+                    bucket.optimizer.state[unit.working] = self.state[unit.parameter]
+
+    def _take_back(self) -> None:
+        """Show the states of whole parameters as the user's own; remember the weights that were written."""
+        for bucket in self.buckets:
+            for unit in bucket.units:
+                unit.note_weight()
+                if unit.whole and unit.working in bucket.optimizer.state:
+                    self.state[unit.parameter] = bucket.optimizer.state[unit.working]  # OPT-36
+
+    # Weights that change from outside
+
+    def update_fp32_param_by_new_param(self) -> None:
+        """Let every copy follow the weights, after they were changed from outside; states stay (OPT-24)."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                for unit in bucket.units:
+                    unit.read_weight()
+                    unit.note_weight()
+
+    # State
+
+    def state_dict(self, *, copy: bool = False) -> dict[str, Any]:
+        """The state in torch's layout, with ``master_param`` where there is a master (OPT-30).
+
+        Args:
+            copy: return copies, safe for an asynchronous save; else tensors are valid until the next step.
+        """
+        live, self.state = self.state, self._merged_states()
+        try:
+            result: dict[str, Any] = super().state_dict()
+        finally:
+            self.state = live
+        return deepcopy(result) if copy else result
+
+    def _merged_states(self) -> Any:
+        """Each parameter's state with its master, those of its slices put together."""
+        slices: dict[torch.Tensor, list[tuple[Unit, dict[str, Any]]]] = {}
+        for bucket in self.buckets:
+            for unit in bucket.units:
+                state = dict(bucket.optimizer.state.get(unit.working, {}))
+                if unit.whole and unit.parameter in self.state:
+                    state = dict(self.state[unit.parameter])
+                if unit.has_master:
+                    state[MASTER_KEY] = unit.working
+                slices.setdefault(unit.parameter, []).append((unit, state))
+        merged = type(self.state)(dict)
+        for parameter, parts in slices.items():
+            if state := _merge(parameter, parts):
+                merged[parameter] = state
+        return merged
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, at any other fraction, partition or placement (OPT-31).
+
+        Groups stay the same objects. States take the dtype and device of what they belong to here.
+
+        Raises:
+            StateDictError: groups, sizes or shapes do not fit; nothing has changed then (OPT-32).
+        """
+        parameters = self._check_state_dict(state_dict)
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: deepcopy(v) for k, v in loaded.items() if k not in NOT_HYPERPARAMETERS})
+        states = {parameters[number]: state for number, state in state_dict["state"].items()}
+        with torch.no_grad():
+            self._fill_buckets(lambda unit: unit.parameter in states)
+            self.state.clear()
+            for bucket in self.buckets:
+                for unit in bucket.units:
+                    self._load_unit(bucket, unit, states.get(unit.parameter, {}))
+            self._take_back()
+
+    def _check_state_dict(self, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """The parameter of each number in the state dict, if the whole of it fits."""
+        _require(
+            {"state", "param_groups"} <= set(state_dict), "keys", sorted(state_dict), "state and param_groups"
+        )
+        ours = [len(group["params"]) for group in self.param_groups]
+        theirs = [len(group["params"]) for group in state_dict["param_groups"]]
+        _require(theirs == ours, "parameters in each group", theirs, str(ours))
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        listed = [p for group in self.param_groups for p in group["params"]]
+        parameters = dict(zip(numbers, listed, strict=True))
+        for number, state in state_dict["state"].items():
+            _require(number in parameters, "parameter number", number, f"one of {numbers}")
+            for name, value in state.items():
+                self._check_shape(f"{name} of parameter {number}", value, parameters[number])
+        return parameters
+
+    def _check_shape(self, name: str, value: object, parameter: torch.Tensor) -> None:
+        """A state has the parameter's shape or one element, unless a class is not element-wise."""
+        if not isinstance(value, torch.Tensor) or value.numel() == 1 or value.shape == parameter.shape:
+            return
+        classes = (self.cpu_optimizer_cls, self.gpu_optimizer_cls)
+        elementwise = any(getattr(cls, "__name__", "") in ELEMENTWISE for cls in classes)
+        fits = not elementwise and not name.startswith(MASTER_KEY)
+        _require(fits, f"shape of {name}", tuple(value.shape), str(tuple(parameter.shape)))
+
+    def _load_unit(self, bucket: Bucket, unit: Unit, state: dict[str, Any]) -> None:
+        group = self.param_groups[unit.group]
+        on_device_step = bool(group.get("capturable") or group.get("fused"))
+        own = {n: _placed(n, v, unit, on_device_step) for n, v in state.items() if n != MASTER_KEY}
+        bucket.optimizer.state.pop(unit.working, None)
+        if own:
+            bucket.optimizer.state[unit.working] = own
+        if unit.has_master and MASTER_KEY in state:
+            unit.working.copy_(unit.part(state[MASTER_KEY]).to(unit.working.device))  # OPT-34
+        else:
+            unit.follow_weight()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Streams, events and pinned memory belong to this process (OPT-46)."""
+        required = "state_dict() and load_state_dict()"
+        raise UnsupportedError(
+            "pickling or copying the optimizer", seen=type(self), required=required, rule="OPT-46"
+        )
+
+
+def _checked_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """The user's groups, as the very dicts that were given, each with a list of leaf tensors (OPT-40)."""
+    if isinstance(params, torch.Tensor):
+        raise OptimizerInputError(
+            "params", seen=type(params), required="an iterable of tensors", rule="OPT-40"
+        )
+    listed = list(params)
+    if not listed:
+        raise OptimizerInputError(
+            "params", seen=[], required="at least one parameter or group", rule="OPT-40"
+        )
+    groups = listed if isinstance(listed[0], dict) else [{"params": listed}]
+    for group in groups:
+        members = group["params"]
+        group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
+        for member in group["params"]:
+            parameter = member[1] if isinstance(member, tuple) else member
+            if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf:
+                seen = "a non-leaf tensor" if isinstance(parameter, torch.Tensor) else parameter
+                raise OptimizerInputError("parameter", seen=seen, required="a leaf tensor", rule="OPT-40")
+    return groups
+
+
+def _keywords_of(cls: OptimizerClass, keywords: dict[str, Any]) -> frozenset[str]:
+    """Those of the keywords that the class's signature takes."""
+    parameters = inspect.signature(cls).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return frozenset(keywords)
+    return frozenset(keywords) & frozenset(parameters)
+
+
+def _check_host_step(cls: OptimizerClass, keywords: dict[str, Any]) -> None:
+    """Step one host element, to learn now whether the class can."""
+    parameter = torch.zeros(1, requires_grad=True)
+    parameter.grad = torch.zeros(1)
+    optimizer = cls([parameter], **keywords)
+    try:
+        optimizer.step()
+    except Exception as failure:
+        raise HostStepError(
+            "host optimizer class", seen=cls, required="a class that steps host tensors", rule="OPT-41"
+        ) from failure
+
+
+def _merge(parameter: torch.Tensor, parts: list[tuple[Unit, dict[str, Any]]]) -> dict[str, Any]:
+    """One state from those of a parameter's slices: their tensors put together on the host."""
+    (first, state), *others = parts
+    if first.whole:
+        return state
+    merged: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == first.shape and name != "step":
+            whole = torch.empty_like(parameter, dtype=value.dtype, device="cpu")
+            for unit, part in ((first, state), *others):
+                if name in part:
+                    unit.part(whole).copy_(part[name])
+            merged[name] = whole
+        else:
+            merged[name] = value
+    return merged
+
+
+def _placed(name: str, value: Any, unit: Unit, on_device_step: bool) -> Any:
+    """A loaded state's part, in a tensor of its own, where the unit's sub-optimizer keeps such a state."""
+    if not isinstance(value, torch.Tensor):
+        return deepcopy(value)
+    if name == "step":
+        device = unit.working.device if on_device_step else torch.device("cpu")
+        return value.detach().to(device=device, dtype=torch.float32, copy=True)
+    part = unit.part(value) if value.shape == unit.parameter.shape else value
+    dtype = unit.dtype if part.is_floating_point() else part.dtype
+    if part.shape == unit.working.shape:
+        return torch.empty_like(unit.working, dtype=dtype).copy_(part.detach())
+    return part.detach().to(device=unit.working.device, dtype=dtype, copy=True)
+
+
+def _step_in_place(buckets: list[Bucket]) -> None:
+    for bucket in buckets:
+        bucket.step_in_place()
+
+
+def _require(fits: bool, what: str, seen: object, required: str) -> None:
+    if not fits:
+        raise StateDictError(f"state_dict: {what}", seen=seen, required=required, rule="OPT-32")
