@@ -113,8 +113,8 @@ class HybridDeviceOptimizer(Optimizer):
         self._hyperparameter_names = frozenset(self.defaults)
         self.defaults = {**self.defaults, **self._constructor_keywords()}
         self._plan(range(len(self.param_groups)))
-        if any(unit.on_host for unit in self.units):
-            _check_host_step(cpu_optimizer_cls, self._known_to(cpu_optimizer_cls))
+        for dimensions in {unit.parameter.dim() for unit in self.units if unit.on_host}:
+            _check_host_step(cpu_optimizer_cls, self._known_to(cpu_optimizer_cls), dimensions)
 
     # Construction
 
@@ -457,17 +457,16 @@ def _keywords_of(cls: OptimizerClass, keywords: dict[str, Any]) -> frozenset[str
     return frozenset(keywords) & frozenset(parameters)
 
 
-def _check_host_step(cls: OptimizerClass, keywords: dict[str, Any]) -> None:
+def _check_host_step(cls: OptimizerClass, keywords: dict[str, Any], dimensions: int) -> None:
     """Step one host element, to learn now whether the class can."""
-    parameter = torch.zeros(1, requires_grad=True)
-    parameter.grad = torch.zeros(1)
+    parameter = torch.zeros([1] * dimensions, requires_grad=True)
+    parameter.grad = torch.zeros_like(parameter)
     optimizer = cls([parameter], **keywords)
     try:
         optimizer.step()
     except Exception as failure:
-        raise HostStepError(
-            "host optimizer class", seen=cls, required="a class that steps host tensors", rule="OPT-41"
-        ) from failure
+        required = "a class that steps host tensors"
+        raise HostStepError("host optimizer class", seen=cls, required=required, rule="OPT-41") from failure
 
 
 def _merge(parameter: torch.Tensor, parts: list[tuple[Unit, dict[str, Any]]]) -> dict[str, Any]:
