@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,8 @@ class DispatchMode(TorchDispatchMode):
         self.simulator = simulator
         self.memory = simulator.memory
         self._layouts: dict[Any, Any] = {}
+        self._newest_node = 0
+        self._host_nodes: set[int] = set()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -53,6 +56,7 @@ class DispatchMode(TorchDispatchMode):
         tensors = tensors_in((*args, *kwargs.values()))
         blocks = [self.memory.block_of(t) if t.layout is torch.strided else None for t in tensors]
         on_device = any(b is not None and b.space is DEVICE for b in blocks)
+        self._note_node(on_device)
         if operator.takes_device:
             return self._factory(operator, args, kwargs, on_device)
         if operator.is_view:
@@ -65,6 +69,24 @@ class DispatchMode(TorchDispatchMode):
             raise NotSimulatedError(str(function))
         self._check_devices(operator, args, kwargs)
         return self._kernel(operator, args, kwargs)
+
+    # Whose autograd node it is
+
+    def _note_node(self, on_device: bool) -> None:
+        """Remember which autograd nodes belong to work on the host: autograd itself sees host tensors alone."""
+        newest = torch._C._autograd._get_sequence_nr()
+        if newest > self._newest_node and not on_device:
+            self._host_nodes.add(newest - 1)
+        self._newest_node = newest
+
+    def _autograd_means_device(self) -> bool:
+        """Whether autograd's own code asks for a host tensor, in the backward of work on the device."""
+        node = torch._C._current_autograd_node()
+        if node is None or not _called_by_autograd():
+            return False
+        if hasattr(node, "variable"):
+            return self.is_on_device(node.variable)
+        return node._sequence_nr() not in self._host_nodes
 
     # Tensors of both sides
 
@@ -95,7 +117,7 @@ class DispatchMode(TorchDispatchMode):
     def _factory(self, operator: Operator, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
         device = kwargs.get("device")
         pinned = kwargs.get("pin_memory")
-        to_device = self.is_device(device) or (device is None and on_device)
+        to_device = self.is_device(device) or (device is None and on_device) or self._autograd_means_device()
         if not to_device and not pinned:
             if on_device:
                 args = tuple(map_tensors(a, _stand_in) for a in args)
@@ -322,6 +344,14 @@ _SPECIAL: dict[Any, Any] = {
     aten._local_scalar_dense.default: DispatchMode._item,
 }
 """Operators with a handler of their own."""
+
+
+def _called_by_autograd() -> bool:
+    """Whether no Python code stands between the engine's backward and the operator."""
+    frame = sys._getframe(4)
+    while frame.f_back is not None and "/torch/_" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame.f_code.co_name == "_engine_run_backward"
 
 
 def _over(block: Block, tensor: torch.Tensor) -> torch.Tensor:
