@@ -156,7 +156,6 @@ class Bucket:
         gradients: for units that cross, where their gradients arrive on the host.
         staging: for units that cross, where their weights leave from.
         copied: the event after which the gradients are on the host.
-        returned: the event after which the device has read the weights.
     """
 
     units: list[Unit]
@@ -166,7 +165,6 @@ class Bucket:
     staging: list[torch.Tensor]
     gradients: list[torch.Tensor] = field(default_factory=list)
     copied: torch.Event | None = None
-    returned: torch.Event | None = None
 
     @property
     def crosses(self) -> bool:
@@ -217,11 +215,13 @@ class Bucket:
                 yield unit, self.gradients[i] if self.crosses else unit.laid_out(gradient.detach())
 
     def wait_for_host(self) -> None:
-        """Block the host until the gradients are there, and the last weights have been read (ORD-13)."""
+        """Block the host until the gradients are there (ORD-11).
+
+        Their copies waited for the compute stream. So by then the device has also read this bucket's last
+        weights, which the compute stream waited for a step ago, and has used them.
+        """
         if self.copied is not None:
-            self.copied.synchronize()  # ORD-11
-        if self.returned is not None:
-            self.returned.synchronize()
+            self.copied.synchronize()
 
     def step_in_place(self) -> None:
         """Step units that do not cross, and round their masters into their weights (OPT-20)."""
@@ -230,10 +230,12 @@ class Bucket:
             if unit.has_master and gradient_of(unit.parameter) is not None:
                 unit.weight().copy_(unit.working)
 
-    def copy_weights(self, stream: torch.Stream, read: torch.Event) -> torch.Event:
-        """Start the weights' way to the device, on ``stream``, once their old values have been ``read``."""
-        # WAIT
-        stream.wait_event(read)  # ORD-14
+    def copy_weights(self, stream: torch.Stream) -> torch.Event:
+        """Start the weights' way to the device, on ``stream``; the event tells when they are there.
+
+        Nothing is left to wait for: the host has seen the device finish with the old weights (ORD-14), and
+        with the staging tensors (ORD-13), before it stepped.
+        """
         # COPY
         for unit, departure in zip(self.units, self.staging, strict=True):
             if gradient_of(unit.parameter) is None:
@@ -243,8 +245,7 @@ class Bucket:
             with stream:
                 unit.weight().copy_(departure, non_blocking=True)
         # RECORD
-        self.returned = stream.record_event()
-        return self.returned
+        return stream.record_event()
 
 
 def into_buckets(units: Iterable[Unit], bucket_bytes: int) -> list[list[Unit]]:

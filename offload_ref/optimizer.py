@@ -284,7 +284,7 @@ class HybridDeviceOptimizer(Optimizer):
         for bucket in crossing:
             bucket.wait_for_host()
             bucket.step()
-            returned.append(bucket.copy_weights(h2d, begun))
+            returned.append(bucket.copy_weights(h2d))
         # WAIT
         for event in returned:
             compute.wait_event(event)  # ORD-15

@@ -142,7 +142,7 @@ class Link:
     def to_device(
         self, target: torch.Tensor, buffer: HostBuffer, copied: torch.Event, compute: torch.Stream
     ) -> torch.Event:
-        """Copy a buffer filled at ``copied`` (ORD-3) into fresh memory of ``compute``; returns when it is there."""
+        """Copy a buffer filled at ``copied`` (ORD-3) into fresh memory of ``compute``; returns the end."""
         # WAIT
         self.h2d.wait_event(compute.record_event())  # ORD-4
         self.h2d.wait_event(copied)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,7 +25,11 @@ def test_updates_are_bit_equal(
 ) -> None:
     """Three steps of AdamW at fraction 0.5, with and without overlap and masters, equal the plain loop."""
     training = Training([(3, 4), (5,), (), (2, 2)], [[True] * 4] * 3, dtype, masters=masters)
-    options = {"partition": partition, "overlap_cpu_optimizer_d2h_h2d": overlap, "bucket_bytes": 64}
+    options: dict[str, Any] = {
+        "partition": partition,
+        "overlap_cpu_optimizer_d2h_h2d": overlap,
+        "bucket_bytes": 64,
+    }
     seen = offloaded_run(training, 0.5, SCHEDULES[schedule](), **options)
     assert all(torch.equal(a, b) for a, b in zip(seen, plain(training), strict=True))
 
@@ -73,7 +79,7 @@ def test_any_training_is_bit_equal(
     pinned: bool,
     schedule: str,
 ) -> None:
-    """Whatever is drawn, the parameters after the last step are those of the plain loop, and no race is found."""
+    """Whatever is drawn, the parameters at the end are those of the plain loop, and no race is found."""
     seen = offloaded_run(
         training,
         fraction,
@@ -99,7 +105,7 @@ def test_any_training_is_bit_equal(
 def test_saving_and_loading_at_another_fraction_changes_no_bit(
     training: Training, before: float, after: float, modes: tuple[str, str], when: int
 ) -> None:
-    """A state saved after any step and loaded at another fraction and partition continues as if nothing were."""
+    """A state saved after any step and loaded at another fraction continues as if nothing were."""
 
     def move(optimizer: HybridDeviceOptimizer, step: int) -> HybridDeviceOptimizer:
         if step != when % len(training.steps):

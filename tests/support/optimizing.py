@@ -123,7 +123,7 @@ def offloaded_run(
     ),
     **options: Any,
 ) -> list[torch.Tensor]:
-    """The same training with offloading, on the simulated accelerator, without a race; nothing is read before its end.
+    """The same training with offloading on the simulated accelerator; nothing is read before its end.
 
     ``between`` may act on the optimizer after each step, and returns the one to go on with.
     """
