@@ -140,8 +140,7 @@ def test_a_copied_state_dict_is_not_touched_by_the_next_step() -> None:
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_is_live(fraction: float, assign: bool) -> None:
-        sgd = torch.optim.SGD
-        optimizer = HybridDeviceOptimizer([parameter], fraction, sgd, sgd, lr=1.0, momentum=1.0)
+    """A momentum edited in place, or assigned, is the one that the next step uses: -1, then -1 - 10."""
     with Simulator(device_type="cuda"):
         parameter = nn.Parameter(torch.zeros(1).to("cuda"))
         sgd = torch.optim.SGD
