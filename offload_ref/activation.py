@@ -11,42 +11,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from operator import index
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload_ref.errors import (
-    LayerCountError,
-    NoAcceleratorError,
-    OffloadTypeError,
-    OffloadValueError,
-    UnsupportedError,
-)
+from offload_ref import errors
 from offload_ref.host_memory import PinnedPool
-from offload_ref.saved_tensor import (
-    ActivationStats,
-    ForwardPass,
-    Handle,
-    HostCopy,
-    Link,
-    View,
-    packed_view,
-    version_of,
-)
+from offload_ref.saved_tensor import ActivationStats, ForwardPass, Handle, HostCopy, Link, View, packed_view, version_of
 from offload_ref.schedule import Schedule
-
-__all__ = [
-    "ActivationOffload",
-    "ActivationStats",
-    "CpuOffloadContext",
-    "get_cpu_offload_context",
-    "mark_keep",
-    "mark_offload",
-    "offload_layers",
-]
 
 DEFAULT_MIN_OFFLOAD_BYTES = 1 << 20
 """Smaller tensors stay on the device: below a MiB a copy costs more than it saves."""
@@ -98,8 +72,13 @@ class ActivationOffload:
         _refuse("offload_weights", offload_weights)
         if self.schedule.num_layers > 0 and not torch.accelerator.is_available():
             required = "an accelerator, or an active offload_ref.simulator.Simulator"
-            raise NoAcceleratorError("activation offloading", seen=None, required=required, rule="ACT-16")
-        self.min_offload_bytes = _checked_bytes(min_offload_bytes)
+            raise errors.NoAcceleratorError("activation offloading", seen=None, required=required, rule="ACT-16")
+        if type(min_offload_bytes) is not int or min_offload_bytes < 0:
+            required = "a whole number of bytes, at least 0"
+            raise errors.OffloadValueError(
+                "min_offload_bytes", seen=min_offload_bytes, required=required, rule="ACT-10"
+            )
+        self.min_offload_bytes = min_offload_bytes
         self.pool = PinnedPool(retain=retain_pinned_cpu_buffers)
         self.stats = ActivationStats()
         self._current: ForwardPass | None = None
@@ -129,7 +108,7 @@ class ActivationOffload:
             return
         if not 0 <= layer < self.schedule.model_layers:
             required = f"a layer in [0, {self.schedule.model_layers})"
-            raise LayerCountError("layer entered", seen=layer, required=required, rule="ACT-6")
+            raise errors.LayerCountError("layer entered", seen=layer, required=required, rule="ACT-6")
         if self._current is None or layer <= self._current.entered:
             self.reset()
             self._current = ForwardPass(self.schedule)
@@ -191,9 +170,7 @@ class ActivationOffload:
             self._weights.add(storage)
         return storage in self._weights  # ACT-11
 
-    def _copy_of(
-        self, tensor: torch.Tensor, forward: ForwardPass, layer: int, version: int | None
-    ) -> HostCopy:
+    def _copy_of(self, tensor: torch.Tensor, forward: ForwardPass, layer: int, version: int | None) -> HostCopy:
         """The copy of the tensor's storage in this forward pass, made now if there is none yet."""
         storage, packed = tensor.untyped_storage(), packed_view(tensor)
         copy = forward.find(storage, version, packed)
@@ -201,7 +178,7 @@ class ActivationOffload:
             with torch.no_grad():
                 copy = HostCopy.of(tensor, packed, self._link(tensor.device))
             self._copies.add(copy)
-            forward.add(copy, storage, version)
+            forward.by_storage.setdefault(storage, {})[version, packed] = weakref.ref(copy)
         copy.layer = layer
         forward.by_layer[layer].append(weakref.ref(copy))
         return copy
@@ -242,16 +219,9 @@ def _mark_of(tensor: torch.Tensor) -> str | None:
     return mark
 
 
-def _checked_bytes(nbytes: int) -> int:
-    if isinstance(nbytes, bool) or not hasattr(nbytes, "__index__") or index(nbytes) < 0:
-        required = "a whole number of bytes, at least 0"
-        raise OffloadValueError("min_offload_bytes", seen=nbytes, required=required, rule="ACT-10")
-    return index(nbytes)
-
-
 def _refuse(option: str, value: object) -> None:
     if value:
-        raise UnsupportedError(option, seen=value, required="False in this version", rule="ACT-17")
+        raise errors.UnsupportedError(option, seen=value, required="False in this version", rule="ACT-17")
 
 
 def _refuse_compositions() -> None:
@@ -263,50 +233,32 @@ def _refuse_compositions() -> None:
         top_hooks is not None and top_hooks[0].__module__ == "torch.utils.checkpoint"
     ):
         required = "no checkpoint around an offloaded layer"
-        raise UnsupportedError(
-            "activation checkpointing", seen="a checkpoint", required=required, rule="ACT-17"
-        )
+        raise errors.UnsupportedError("activation checkpointing", seen="a checkpoint", required=required, rule="ACT-17")
     if _is_capturing():
         required = "no capture during an offloaded forward"
-        raise UnsupportedError("device graphs", seen="a capture", required=required, rule="ACT-17")
+        raise errors.UnsupportedError("device graphs", seen="a capture", required=required, rule="ACT-17")
 
 
 def _is_capturing() -> bool:
     stream = torch.accelerator.current_stream()
     if hasattr(stream, "is_capturing"):
         return bool(stream.is_capturing())
-    return (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    )  # torch < 2.13 has no other name
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()  # torch < 2.13 has no other name
 
 
 @contextmanager
-def offload_layers(
-    layers: Iterable[torch.nn.Module],
-    num_layers: int,
-    *,
-    min_offload_bytes: int = DEFAULT_MIN_OFFLOAD_BYTES,
-    double_buffering: bool = False,
-    retain_pinned_cpu_buffers: bool = False,
-    offload_weights: bool = False,
-) -> Iterator[ActivationOffload]:
+def offload_layers(layers: Iterable[torch.nn.Module], num_layers: int, **options: Any) -> Iterator[ActivationOffload]:
     """Offload the first ``num_layers`` of the modules in ``layers`` whenever they run forward inside.
 
-    Layers are recognised by module identity, so a forward may stop early or skip layers. Backward may run
-    inside or outside. Raises what ActivationOffload raises, and OffloadTypeError for what is no module.
+    Layers are recognised by module identity, so a forward may stop early or skip layers. Backward may run inside or
+    outside. Options are the keywords of ActivationOffload. Raises what it raises, and OffloadTypeError for what is no
+    module.
     """
     modules = list(layers)
     for module in modules:
         if not isinstance(module, torch.nn.Module):
-            raise OffloadTypeError("layers", seen=module, required="torch.nn.Module objects", rule="ACT-1")
-    offload = ActivationOffload(
-        num_layers,
-        len(modules),
-        min_offload_bytes=min_offload_bytes,
-        double_buffering=double_buffering,
-        retain_pinned_cpu_buffers=retain_pinned_cpu_buffers,
-        offload_weights=offload_weights,
-    )
+            raise errors.OffloadTypeError("layers", seen=module, required="torch.nn.Module objects", rule="ACT-1")
+    offload = ActivationOffload(num_layers, len(modules), **options)
     with ExitStack() as stack:
         stack.callback(offload.reset)
         _hook_modules(modules, offload, stack)
@@ -407,16 +359,13 @@ def get_cpu_offload_context(
     """
     if enabled and not offload_activations:
         required = "True: activations are what this version offloads"
-        raise UnsupportedError("offload_activations", seen=False, required=required, rule="ACT-17")
-    offload = None
-    if enabled:
-        offload = ActivationOffload(
-            num_layers,
-            model_layers,
-            min_offload_bytes=min_offload_bytes,
-            double_buffering=double_buffering,
-            retain_pinned_cpu_buffers=retain_pinned_cpu_buffers,
-            offload_weights=offload_weights,
-        )
+        raise errors.UnsupportedError("offload_activations", seen=False, required=required, rule="ACT-17")
+    options = {
+        "min_offload_bytes": min_offload_bytes,
+        "double_buffering": double_buffering,
+        "retain_pinned_cpu_buffers": retain_pinned_cpu_buffers,
+        "offload_weights": offload_weights,
+    }
+    offload = ActivationOffload(num_layers, model_layers, **options) if enabled else None  # type: ignore[arg-type]
     context = CpuOffloadContext(offload)
     return context, context.sync

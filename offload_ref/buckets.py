@@ -23,8 +23,6 @@ import torch
 
 from offload_ref.host_memory import carve
 
-__all__ = ["Bucket", "Unit", "gradient_of", "into_buckets"]
-
 MASTER_DTYPE = torch.float32
 """Masters are fp32."""
 

@@ -8,18 +8,16 @@ the reference itself composes with recomputation, pipelines and full-iteration g
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from difflib import get_close_matches
 from numbers import Integral, Real
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offload_ref import errors
 from offload_ref.partition import check_fraction
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +278,7 @@ CONSTRAINTS = (
         ("cpu_offloading_activations", "cpu_offloading_weights"),
         "cpu_offloading is on, but neither activations nor weights are: nothing is offloaded",
         "cpu_offloading_activations=true or cpu_offloading_weights=true",
-        lambda model: (
-            model.cpu_offloading and not (model.cpu_offloading_activations or model.cpu_offloading_weights)
-        ),
+        lambda model: model.cpu_offloading and not (model.cpu_offloading_activations or model.cpu_offloading_weights),
     ),
 )
 """Every constraint, in the order in which Megatron meets them; warnings last."""
@@ -356,16 +352,6 @@ def from_overrides(overrides: Iterable[str]) -> Config:
     return Config(ActivationOffloadConfig(**values["model"]), OptimizerOffloadConfig(**values["optimizer"]))
 
 
-def to_overrides(config: Config) -> list[str]:
-    """Return the override lines that `from_overrides` reads back as ``config``, defaults left out."""
-    return [
-        f"{namespace}.{one.name}={_text(getattr(part, one.name))}"
-        for namespace, part in (("model", config.model), ("optimizer", config.optimizer))
-        for one in fields(part)
-        if getattr(part, one.name) != one.default
-    ]
-
-
 _NAMES = tuple(
     f"{namespace}.{one.name}"
     for namespace, part in (("model", ActivationOffloadConfig), ("optimizer", OptimizerOffloadConfig))
@@ -378,9 +364,7 @@ def _check_name(name: str) -> None:
     """Refuse a name that is no field, and name the nearest one."""
     if name not in _NAMES:  # CFG-3
         (nearest,) = get_close_matches(name, _NAMES, n=1, cutoff=0.0)
-        raise errors.UnknownFieldError(
-            "override", seen=name, required=f"a field such as {nearest}", rule="CFG-3"
-        )
+        raise errors.UnknownFieldError("override", seen=name, required=f"a field such as {nearest}", rule="CFG-3")
 
 
 def _value(text: str) -> object:
@@ -402,15 +386,6 @@ def _value(text: str) -> object:
 
 _WORDS = {"null": None, "true": True, "false": False}
 """Bare words that are no text."""
-
-
-def _text(value: object) -> str:
-    """Return the text that `_value` reads back as ``value``."""
-    if isinstance(value, str):
-        return f"'{value}'"
-    if isinstance(value, tuple | list):
-        return f"[{','.join(map(_text, value))}]"
-    return next((word for word, meant in _WORDS.items() if meant is value), str(value))
 
 
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {

@@ -67,18 +67,17 @@ class PinnedPool:
         return HostBuffer(allocate_host(nbytes))
 
     def give_back(self, buffer: HostBuffer, last_use: torch.Event) -> None:
-        """Take a buffer back that may be overwritten once ``last_use`` has passed (MEM-5)."""
+        """Take a buffer back that may be overwritten once ``last_use`` has passed (MEM-5).
+
+        Buffers that are dropped go to torch's own host allocator, which waits for the copies that still use them.
+        """
         buffer.last_use = last_use
         self.leased_bytes -= buffer.nbytes
         self.free_bytes += buffer.nbytes
         self._free[buffer.nbytes].append(buffer)
         if self.leased_bytes == 0 and not self.retain:
-            self.clear()
-
-    def clear(self) -> None:
-        """Drop every free buffer; torch's own host allocator waits for the copies that still use them."""
-        self._free.clear()
-        self.free_bytes = 0
+            self._free.clear()
+            self.free_bytes = 0
 
 
 def carve(likes: Sequence[tuple[torch.Size, torch.dtype]], *, pin: bool) -> list[torch.Tensor]:

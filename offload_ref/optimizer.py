@@ -9,6 +9,7 @@ groups, ``step``, ``state_dict``, and what happens when weights change from outs
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -16,20 +17,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from offload_ref import errors
 from offload_ref.buckets import Bucket, Unit, bind_host_copies, gradient_of, into_buckets, is_dense
-from offload_ref.errors import (
-    HostStepError,
-    OffloadTypeError,
-    OptimizerInputError,
-    PartitionModeError,
-    SparseGradientError,
-    StateDictError,
-    UnsupportedError,
-)
 from offload_ref.partition import MODES, Share, check_fraction
 from offload_ref.partition import partition as divide
-
-__all__ = ["HybridDeviceOptimizer"]
 
 DEFAULT_BUCKET_BYTES = 32 << 20
 """Bytes of working copies that are moved and stepped together."""
@@ -120,28 +111,23 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _check_modes(self) -> None:
         if self.step_on != "host":
-            raise UnsupportedError(
-                "step_on", seen=self.step_on, required="'host' in this version", rule="OPT-43"
-            )
+            required = "'host' in this version"
+            raise errors.UnsupportedError("step_on", seen=self.step_on, required=required, rule="OPT-43")
         if self.partition not in MODES:
             required = f"one of {', '.join(MODES)}"
-            raise PartitionModeError("partition", seen=self.partition, required=required, rule="OPT-42")
+            raise errors.PartitionModeError("partition", seen=self.partition, required=required, rule="OPT-42")
         if self.partition == "exact" and not self.elementwise:
             for cls in (self.cpu_optimizer_cls, self.gpu_optimizer_cls):
                 self._check_elementwise(cls)
         if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
             required = "a whole number of bytes, at least 1"
-            raise OptimizerInputError(
-                "bucket_bytes", seen=self.bucket_bytes, required=required, rule="OPT-40"
-            )
+            raise errors.OptimizerInputError("bucket_bytes", seen=self.bucket_bytes, required=required, rule="OPT-40")
 
     def _check_elementwise(self, cls: OptimizerClass) -> None:
         of_torch = getattr(cls, "__module__", "").startswith("torch.optim")
         if self.elementwise is False or not (of_torch and getattr(cls, "__name__", "") in ELEMENTWISE):
             required = f"one of {', '.join(sorted(ELEMENTWISE))}, or elementwise=True"
-            raise PartitionModeError(
-                "class for partition='exact'", seen=cls, required=required, rule="OPT-42"
-            )
+            raise errors.PartitionModeError("class for partition='exact'", seen=cls, required=required, rule="OPT-42")
 
     def _hyperparameters(self, keywords: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
         """The classes' own defaults with the keywords over them; refuses a keyword that neither knows."""
@@ -155,7 +141,7 @@ class HybridDeviceOptimizer(Optimizer):
         for name, value in keywords.items():
             if name not in known and (name not in defaults or defaults[name] != value):
                 seen, required = f"{name}={value!r}", "a keyword of the optimizer classes"
-                raise OffloadTypeError("optimizer keyword", seen=seen, required=required, rule="OPT-15")
+                raise errors.OffloadTypeError("optimizer keyword", seen=seen, required=required, rule="OPT-15")
         return {**on_host.defaults, **on_device.defaults, **keywords}
 
     def _known_to(self, cls: OptimizerClass) -> dict[str, Any]:
@@ -224,17 +210,12 @@ class HybridDeviceOptimizer(Optimizer):
     def _bucket(self, units: list[Unit], cls: OptimizerClass, staging: list[torch.Tensor]) -> Bucket:
         numbers = sorted({unit.group for unit in units})
         groups = [
-            {**self._hyperparameters_of(n), "params": [u.working for u in units if u.group == n]}
-            for n in numbers
+            {**self._hyperparameters_of(n), "params": [u.working for u in units if u.group == n]} for n in numbers
         ]
         return Bucket(units, cls(groups, **self._known_to(cls)), numbers, self.pin_cpu_grads, staging)
 
     def _hyperparameters_of(self, number: int) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in self.param_groups[number].items()
-            if name not in NOT_HYPERPARAMETERS
-        }
+        return {name: value for name, value in self.param_groups[number].items() if name not in NOT_HYPERPARAMETERS}
 
     # The step
 
@@ -264,7 +245,7 @@ class HybridDeviceOptimizer(Optimizer):
             gradient = gradient_of(unit.parameter)
             if gradient is not None and gradient.layout is not torch.strided:
                 required = "dense gradients"
-                raise SparseGradientError("gradient", seen=gradient.layout, required=required, rule="OPT-45")
+                raise errors.SparseGradientError("gradient", seen=gradient.layout, required=required, rule="OPT-45")
 
     def _step_buckets(self, buckets: list[Bucket]) -> None:
         crossing = [bucket for bucket in buckets if bucket.crosses]
@@ -289,9 +270,7 @@ class HybridDeviceOptimizer(Optimizer):
         for event in returned:
             compute.wait_event(event)  # ORD-15
 
-    def _compute_and_side_streams(
-        self, device: torch.device
-    ) -> tuple[torch.Stream, torch.Stream, torch.Stream]:
+    def _compute_and_side_streams(self, device: torch.device) -> tuple[torch.Stream, torch.Stream, torch.Stream]:
         """The current stream and one per direction; without overlap all three are the current one."""
         compute = torch.accelerator.current_stream(device)
         if not self.overlap_cpu_optimizer_d2h_h2d:
@@ -300,33 +279,35 @@ class HybridDeviceOptimizer(Optimizer):
             self._side_streams = (torch.Stream(device), torch.Stream(device))
         return compute, *self._side_streams
 
+    def _bound_units(self) -> Iterator[tuple[Unit, dict[torch.Tensor, Any]]]:
+        """Each unit that has a working tensor, with the states of its sub-optimizer."""
+        return ((unit, bucket.optimizer.state) for bucket in self.buckets for unit in bucket.units)
+
     def _hand_over(self) -> None:
         """Give the sub-optimizers what the user may have changed: hyperparameters, states, weights."""
         for bucket in self.buckets:
             for group, number in zip(bucket.optimizer.param_groups, bucket.group_numbers, strict=True):
                 group.update(self._hyperparameters_of(number))  # OPT-10
-            for unit in bucket.units:
-                unit.follow_weight()
-                if unit.whole and unit.parameter in self.state:
-                    bucket.optimizer.state[unit.working] = self.state[unit.parameter]
+        for unit, states in self._bound_units():
+            unit.follow_weight()
+            if unit.whole and unit.parameter in self.state:
+                states[unit.working] = self.state[unit.parameter]
 
     def _take_back(self) -> None:
         """Show the states of whole parameters as the user's own; remember the weights that were written."""
-        for bucket in self.buckets:
-            for unit in bucket.units:
-                unit.note_weight()
-                if unit.whole and unit.working in bucket.optimizer.state:
-                    self.state[unit.parameter] = bucket.optimizer.state[unit.working]  # OPT-36
+        for unit, states in self._bound_units():
+            unit.note_weight()
+            if unit.whole and unit.working in states:
+                self.state[unit.parameter] = states[unit.working]  # OPT-36
 
     # Weights that change from outside
 
     def update_fp32_param_by_new_param(self) -> None:
         """Let every copy follow the weights, after they were changed from outside; states stay (OPT-24)."""
         with torch.no_grad():
-            for bucket in self.buckets:
-                for unit in bucket.units:
-                    unit.read_weight()
-                    unit.note_weight()
+            for unit, _states in self._bound_units():
+                unit.read_weight()
+                unit.note_weight()
 
     # State
 
@@ -346,19 +327,14 @@ class HybridDeviceOptimizer(Optimizer):
     def _merged_states(self) -> Any:
         """Each parameter's state with its master, those of its slices put together."""
         slices: dict[torch.Tensor, list[tuple[Unit, dict[str, Any]]]] = {}
-        for bucket in self.buckets:
-            for unit in bucket.units:
-                state = dict(bucket.optimizer.state.get(unit.working, {}))
-                if unit.whole and unit.parameter in self.state:
-                    state = dict(self.state[unit.parameter])
-                if unit.has_master:
-                    state[MASTER_KEY] = unit.working
-                slices.setdefault(unit.parameter, []).append((unit, state))
-        merged = type(self.state)(dict)
-        for parameter, parts in slices.items():
-            if state := _merge(parameter, parts):
-                merged[parameter] = state
-        return merged
+        for unit, states in self._bound_units():
+            live = self.state if unit.whole and unit.parameter in self.state else None
+            state = dict(states.get(unit.working, {}) if live is None else live[unit.parameter])
+            if unit.has_master:
+                state[MASTER_KEY] = unit.working
+            slices.setdefault(unit.parameter, []).append((unit, state))
+        merged = {parameter: _merge(parameter, parts) for parameter, parts in slices.items()}
+        return defaultdict(dict, {parameter: state for parameter, state in merged.items() if state})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, at any other fraction, partition or placement (OPT-31).
@@ -375,16 +351,13 @@ class HybridDeviceOptimizer(Optimizer):
         with torch.no_grad():
             self._fill_buckets(lambda unit: unit.parameter in states)
             self.state.clear()
-            for bucket in self.buckets:
-                for unit in bucket.units:
-                    self._load_unit(bucket, unit, states.get(unit.parameter, {}))
+            for unit, own in self._bound_units():
+                self._load_unit(unit, own, states.get(unit.parameter, {}))
             self._take_back()
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
         """The parameter of each number in the state dict, if the whole of it fits."""
-        _require(
-            {"state", "param_groups"} <= set(state_dict), "keys", sorted(state_dict), "state and param_groups"
-        )
+        _require({"state", "param_groups"} <= set(state_dict), "keys", sorted(state_dict), "state and param_groups")
         ours = [len(group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in state_dict["param_groups"]]
         _require(theirs == ours, "parameters in each group", theirs, str(ours))
@@ -406,13 +379,12 @@ class HybridDeviceOptimizer(Optimizer):
         fits = not elementwise and not name.startswith(MASTER_KEY)
         _require(fits, f"shape of {name}", tuple(value.shape), str(tuple(parameter.shape)))
 
-    def _load_unit(self, bucket: Bucket, unit: Unit, state: dict[str, Any]) -> None:
+    def _load_unit(self, unit: Unit, states: dict[torch.Tensor, Any], state: dict[str, Any]) -> None:
         group = self.param_groups[unit.group]
         on_device_step = bool(group.get("capturable") or group.get("fused"))
-        own = {n: _placed(n, v, unit, on_device_step) for n, v in state.items() if n != MASTER_KEY}
-        bucket.optimizer.state.pop(unit.working, None)
-        if own:
-            bucket.optimizer.state[unit.working] = own
+        states.pop(unit.working, None)
+        if own := {n: _placed(n, v, unit, on_device_step) for n, v in state.items() if n != MASTER_KEY}:
+            states[unit.working] = own
         if unit.has_master and MASTER_KEY in state:
             unit.working.copy_(unit.part(state[MASTER_KEY]).to(unit.working.device))  # OPT-34
         else:
@@ -420,23 +392,17 @@ class HybridDeviceOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Streams, events and pinned memory belong to this process (OPT-46)."""
-        required = "state_dict() and load_state_dict()"
-        raise UnsupportedError(
-            "pickling or copying the optimizer", seen=type(self), required=required, rule="OPT-46"
-        )
+        what, required = "pickling or copying the optimizer", "state_dict() and load_state_dict()"
+        raise errors.UnsupportedError(what, seen=type(self), required=required, rule="OPT-46")
 
 
 def _checked_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """The user's groups, as the very dicts that were given, each with a list of leaf tensors (OPT-40)."""
     if isinstance(params, torch.Tensor):
-        raise OptimizerInputError(
-            "params", seen=type(params), required="an iterable of tensors", rule="OPT-40"
-        )
+        raise errors.OptimizerInputError("params", seen=type(params), required="an iterable of tensors", rule="OPT-40")
     listed = list(params)
     if not listed:
-        raise OptimizerInputError(
-            "params", seen=[], required="at least one parameter or group", rule="OPT-40"
-        )
+        raise errors.OptimizerInputError("params", seen=[], required="at least one parameter or group", rule="OPT-40")
     groups = listed if isinstance(listed[0], dict) else [{"params": listed}]
     for group in groups:
         members = group["params"]
@@ -445,7 +411,7 @@ def _checked_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
             parameter = member[1] if isinstance(member, tuple) else member
             if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf:
                 seen = "a non-leaf tensor" if isinstance(parameter, torch.Tensor) else parameter
-                raise OptimizerInputError("parameter", seen=seen, required="a leaf tensor", rule="OPT-40")
+                raise errors.OptimizerInputError("parameter", seen=seen, required="a leaf tensor", rule="OPT-40")
     return groups
 
 
@@ -466,7 +432,7 @@ def _check_host_step(cls: OptimizerClass, keywords: dict[str, Any], dimensions: 
         optimizer.step()
     except Exception as failure:
         required = "a class that steps host tensors"
-        raise HostStepError("host optimizer class", seen=cls, required=required, rule="OPT-41") from failure
+        raise errors.HostStepError("host optimizer class", seen=cls, required=required, rule="OPT-41") from failure
 
 
 def _merge(parameter: torch.Tensor, parts: list[tuple[Unit, dict[str, Any]]]) -> dict[str, Any]:
@@ -508,4 +474,4 @@ def _step_in_place(buckets: list[Bucket]) -> None:
 
 def _require(fits: bool, what: str, seen: object, required: str) -> None:
     if not fits:
-        raise StateDictError(f"state_dict: {what}", seen=seen, required=required, rule="OPT-32")
+        raise errors.StateDictError(f"state_dict: {what}", seen=seen, required=required, rule="OPT-32")

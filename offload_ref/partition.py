@@ -6,17 +6,14 @@ whole parameters; ``exact`` reads the fraction as the decimal that was written a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from math import ceil
 from numbers import Rational, Real
-from typing import TYPE_CHECKING
 
 from offload_ref.errors import FractionError, PartitionModeError, SizeError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 __all__ = ["MODES", "Share", "check_fraction", "exact", "greedy", "into_runs", "partition"]
 

@@ -6,15 +6,13 @@ asks its allocators for. Nothing here needs torch or a device.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offload_ref.errors import DtypeError, SizeError
 from offload_ref.partition import Share, into_runs
 from offload_ref.partition import partition as divide
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 __all__ = ["OptimizerMemory", "Parameter", "describe", "itemsize", "pinned_rounding", "predict"]
 
@@ -102,9 +100,7 @@ class OptimizerMemory:
     saved: int = 0
 
     def __add__(self, other: OptimizerMemory) -> OptimizerMemory:
-        return OptimizerMemory(
-            *(getattr(self, one.name) + getattr(other, one.name) for one in fields(OptimizerMemory))
-        )
+        return OptimizerMemory(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(OptimizerMemory)))
 
     @property
     def device(self) -> int:

@@ -23,17 +23,6 @@ from offload_ref.errors import InPlaceEditError, LayerCountError
 from offload_ref.host_memory import HostBuffer, PinnedPool
 from offload_ref.schedule import Schedule
 
-__all__ = [
-    "ActivationStats",
-    "ForwardPass",
-    "Handle",
-    "HostCopy",
-    "Link",
-    "View",
-    "packed_view",
-    "version_of",
-]
-
 ALIGNMENT_BYTES = 512
 """Kernels are chosen by a pointer's alignment; the device allocators that torch uses align blocks to this."""
 
@@ -73,11 +62,6 @@ class View:
     def nbytes(self) -> int:
         """Bytes of the elements, repetitions counted."""
         return math.prod(self.size) * self.dtype.itemsize
-
-    @property
-    def first_byte(self) -> int:
-        """Where the first element begins in the storage."""
-        return self.offset * self.dtype.itemsize
 
     @property
     def extent_bytes(self) -> int:
@@ -218,11 +202,11 @@ class HostCopy:
     def _copy_back(self, buffer: HostBuffer) -> None:
         """Reload into memory of the compute stream, as far off 512 bytes as the data were."""
         self.compute = torch.accelerator.current_stream(self.link.device)
-        payload_bytes, first_byte = self.origin_bytes, 0
+        payload_bytes, self.shift = self.origin_bytes, self.padding  # ACT-22
         if self.packed is not None:
-            payload_bytes, first_byte = self.packed.extent_bytes, self.packed.first_byte
+            payload_bytes = self.packed.extent_bytes
+            self.shift -= self.packed.offset * self.packed.dtype.itemsize
         self.reload_bytes = self.padding + payload_bytes
-        self.shift = self.padding - first_byte  # ACT-22
         self.reload = torch.empty(self.reload_bytes, dtype=torch.uint8, device=self.link.device)
         target = self.reload[self.padding :]
         if self.packed is not None:
@@ -352,16 +336,10 @@ class ForwardPass:
             if copy is not None and copy.layer == layer:
                 yield copy
 
-    def find(
-        self, storage: torch.UntypedStorage, version: int | None, packed: View | None
-    ) -> HostCopy | None:
+    def find(self, storage: torch.UntypedStorage, version: int | None, packed: View | None) -> HostCopy | None:
         """The copy that holds these bytes already (ACT-14): the whole storage's, or the same part's."""
         known = self.by_storage.get(storage, {})
         for key in ((version, None), (version, packed)):
             if key in known and (copy := known[key]()) is not None:
                 return copy
         return None
-
-    def add(self, copy: HostCopy, storage: torch.UntypedStorage, version: int | None) -> None:
-        """Remember a new copy by its storage."""
-        self.by_storage.setdefault(storage, {})[version, copy.packed] = weakref.ref(copy)

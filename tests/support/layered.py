@@ -118,14 +118,11 @@ def train(
         losses[i].backward()
     gradients = [t.grad for t in (*inputs, *layers.parameters())]
     return Outcome(
-        losses=[loss.detach().cpu() for loss in losses],
-        gradients=[None if g is None else g.cpu() for g in gradients],
+        losses=[loss.detach().cpu() for loss in losses], gradients=[None if g is None else g.cpu() for g in gradients]
     )
 
 
-def offloaded(
-    layers: nn.ModuleList, num_layers: int, **options: int | bool
-) -> AbstractContextManager[object]:
+def offloaded(layers: nn.ModuleList, num_layers: int, **options: int | bool) -> AbstractContextManager[object]:
     """Offloading of small layers: no size floor unless one is asked for."""
     return offload_layers(layers, num_layers, **{"min_offload_bytes": 0, **options})  # type: ignore[arg-type]
 

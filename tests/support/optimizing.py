@@ -61,10 +61,7 @@ class Training:
         lr = CLASSES[self.optimizer][1]["lr"]
         numbers = list(self.group_of) or [0] * len(parameters)
         members = [[p for p, n in zip(parameters, numbers, strict=True) if n == group] for group in range(2)]
-        return [
-            {"params": members[0], "name": "first"},
-            {"params": members[1], "lr": lr / 2, "weight_decay": 0.0},
-        ]
+        return [{"params": members[0], "name": "first"}, {"params": members[1], "lr": lr / 2, "weight_decay": 0.0}]
 
     def set_gradients(self, parameters: Sequence[torch.Tensor], step: int, device: str) -> None:
         """Give each active parameter a new gradient, computed on the device, and the others None."""
@@ -118,9 +115,7 @@ def offloaded_run(
     training: Training,
     fraction: float,
     schedule: Schedule | None = None,
-    between: Callable[[HybridDeviceOptimizer, int], HybridDeviceOptimizer] = lambda optimizer, _step: (
-        optimizer
-    ),
+    between: Callable[[HybridDeviceOptimizer, int], HybridDeviceOptimizer] = lambda optimizer, _step: optimizer,
     **options: Any,
 ) -> list[torch.Tensor]:
     """The same training with offloading on the simulated accelerator; nothing is read before its end.

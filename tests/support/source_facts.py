@@ -17,10 +17,7 @@ PREFIXES = "ACT|OPT|ORD|MEM|CFG|OVH"
 ID = re.compile(rf"\b(?:{PREFIXES})-\d+\b")
 HEADING = re.compile(rf"^### ((?:{PREFIXES})-\d+): (.+)$", re.MULTILINE)
 LEVEL = re.compile(r"\b(?:MUST NOT|MUST|SHOULD NOT|SHOULD|MAY)\b")
-LAYOUT = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
-    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
-}
+LAYOUT = {*(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE), *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)}
 """Tokens that are no code."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -64,11 +61,7 @@ def code_lines(source: str) -> int:
     """Return the number of lines with code: no blank lines, no comments, no docstrings."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from overriding import to_overrides
 
 from offload_ref import errors
 from offload_ref.config import (
@@ -16,7 +17,6 @@ from offload_ref.config import (
     OptimizerOffloadConfig,
     cautions,
     from_overrides,
-    to_overrides,
     validate,
     violations,
 )
@@ -191,9 +191,7 @@ def test_every_error_row_is_in_the_test_table() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.requirement(
-    "CFG-10", "CFG-11", "CFG-12", "CFG-13", "CFG-14", "CFG-15", "CFG-16", "CFG-19", "CFG-20"
-)
+@pytest.mark.requirement("CFG-10", "CFG-11", "CFG-12", "CFG-13", "CFG-14", "CFG-15", "CFG-16", "CFG-19", "CFG-20")
 def test_messages_are_those_of_the_chapter() -> None:
     """Every message that the chapter quotes is the row's message, letter by letter."""
     chapter = " ".join(CHAPTER.read_text(encoding="utf-8").split())
@@ -221,9 +219,7 @@ def test_asserted_constraints_are_caught_either_way() -> None:
 def test_the_first_of_several_is_raised_and_all_are_listed() -> None:
     """Of several violated rows validation raises the first; the list has all, in order."""
     config = violating(
-        "optimizer.decoupled_weight_decay=false",
-        "model.moe_paged_stash=true",
-        "model.pipeline_model_parallel_size=8",
+        "optimizer.decoupled_weight_decay=false", "model.moe_paged_stash=true", "model.pipeline_model_parallel_size=8"
     )
     with pytest.raises(errors.PipelineParallelError):
         config.validate()
@@ -302,8 +298,7 @@ def test_layer_graphs_violate_both_rows_of_graphs() -> None:
         pytest.param(
             ("optimizer.optimizer_offload_fraction=0",),
             errors.NothingOffloadedWarning,
-            "optimizer_cpu_offload is on, but optimizer_offload_fraction is 0.0: "
-            "nothing is offloaded [CFG-30]",
+            "optimizer_cpu_offload is on, but optimizer_offload_fraction is 0.0: nothing is offloaded [CFG-30]",
             id="fraction-zero",
         ),
         pytest.param(
@@ -362,8 +357,7 @@ def defaults_in_the_chapter() -> dict[str, str]:
     """Return the chapter's table of defaults."""
     row = re.compile(r"^\| `(\w+)` \| `(\w+)` \| `([^`]+)` \|", re.MULTILINE)
     return {
-        f"{namespace}.{name}": default
-        for namespace, name, default in row.findall(CHAPTER.read_text(encoding="utf-8"))
+        f"{namespace}.{name}": default for namespace, name, default in row.findall(CHAPTER.read_text(encoding="utf-8"))
     }
 
 

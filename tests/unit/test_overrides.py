@@ -6,15 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from overriding import to_overrides
 
 from offload_ref import errors
-from offload_ref.config import (
-    ActivationOffloadConfig,
-    Config,
-    OptimizerOffloadConfig,
-    from_overrides,
-    to_overrides,
-)
+from offload_ref.config import ActivationOffloadConfig, Config, OptimizerOffloadConfig, from_overrides
 
 WORDS = st.text(st.characters(codec="ascii", categories=["L", "N"], include_characters="_. -"), max_size=12)
 """Texts that a field may hold, among them ``true``-like words and numbers."""

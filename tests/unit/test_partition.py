@@ -13,9 +13,7 @@ from offload_ref.partition import MODES, Share, check_fraction, exact, greedy, i
 
 SIZES = st.lists(st.one_of(st.just(0), st.integers(1, 50), st.integers(1, 10**9)), max_size=20)
 """Elements per parameter: empty, small and large ones."""
-FRACTIONS = st.one_of(
-    st.floats(0, 1), st.integers(0, 100).map(lambda percent: percent / 100), st.just(0.1 * 3)
-)
+FRACTIONS = st.one_of(st.floats(0, 1), st.integers(0, 100).map(lambda percent: percent / 100), st.just(0.1 * 3))
 """Fractions as users write them, and as arithmetic makes them."""
 FLOAT_MISSES = {7: 8, 14: 15, 28: 29, 55: 56, 56: 57}
 """Percent -> what the float comparison gives of 100 unit tensors, where that is not the percentage."""

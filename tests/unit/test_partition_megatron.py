@@ -53,9 +53,7 @@ def taken_by_megatron(optimizer_class: Any, sizes: list[int], fraction: float) -
 
 @pytest.mark.requirement("OPT-1")
 @given(st.lists(st.integers(0, 10**12), max_size=12), st.floats(0, 1, exclude_max=True))
-def test_greedy_lands_where_megatron_lands(
-    megatron_optimizer: Any, sizes: list[int], fraction: float
-) -> None:
+def test_greedy_lands_where_megatron_lands(megatron_optimizer: Any, sizes: list[int], fraction: float) -> None:
     """At every fraction below 1 both put the same parameters on the host."""
     ours = [share.whole_host for share in greedy(sizes, fraction)]
     assert ours == taken_by_megatron(megatron_optimizer, sizes, fraction)

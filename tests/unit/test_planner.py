@@ -45,9 +45,7 @@ FRACTIONS = st.sampled_from(QUARTERS) | st.floats(0, 1)
 @pytest.mark.requirement("MEM-20")
 def test_bf16_with_masters_at_one_half() -> None:
     """Two bf16 parameters of 1,000 elements at one half: 2+2 bytes on the device each, 12 on its side."""
-    plan = predict(
-        [Parameter(1000, "bfloat16")] * 2, 0.5, settings=OptimizerSettings(param_update_in_fp32=True)
-    )
+    plan = predict([Parameter(1000, "bfloat16")] * 2, 0.5, settings=OptimizerSettings(param_update_in_fp32=True))
     assert plan == OptimizerMemory(
         device_weights=4000,
         device_gradients=4000,
@@ -118,9 +116,7 @@ def test_what_leaves_one_side_is_on_the_other(
     kept = predict(parameters, 0, partition=mode, settings=settings)
     assert plan.saved == kept.device - plan.device
     assert (plan.device_weights, plan.device_gradients) == (kept.device_weights, kept.device_gradients)
-    moved_steps = (
-        plan.saved - (plan.host_states - kept.host_states) - (kept.device_masters - plan.device_masters)
-    )
+    moved_steps = plan.saved - (plan.host_states - kept.host_states) - (kept.device_masters - plan.device_masters)
     whole = [
         share.whole_host
         for share in partition(
@@ -185,14 +181,7 @@ def test_describe_reads_gradients_in_their_own_dtype() -> None:
 @pytest.mark.requirement("MEM-20")
 @pytest.mark.parametrize(
     ("dtype", "size"),
-    [
-        ("float32", 4),
-        ("torch.bfloat16", 2),
-        (torch.float16, 2),
-        (torch.float64, 8),
-        (torch.float8_e4m3fn, 1),
-        (2, 2),
-    ],
+    [("float32", 4), ("torch.bfloat16", 2), (torch.float16, 2), (torch.float64, 8), (torch.float8_e4m3fn, 1), (2, 2)],
     ids=str,
 )
 def test_dtypes_have_sizes(dtype: object, size: int) -> None:

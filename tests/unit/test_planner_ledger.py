@@ -15,11 +15,7 @@ SHAPES = [(40, 25), (7,), (0,), (), (16, 16), (3, 5, 2), (64, 8)]
 
 
 def after_one_step(
-    shapes: list[tuple[int, ...]],
-    dtypes: list[torch.dtype],
-    fraction: float,
-    mode: str,
-    settings: OptimizerSettings,
+    shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], fraction: float, mode: str, settings: OptimizerSettings
 ) -> tuple[int, int, list[torch.nn.Parameter]]:
     """Return device bytes, pinned bytes and the parameters of a training that has made its first step."""
     with Simulator(device_type="cuda") as simulator:
