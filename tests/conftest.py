@@ -9,9 +9,7 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-settings.register_profile(
-    "ci", deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+settings.register_profile("ci", deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("ci")
 torch.set_num_threads(1)
 

@@ -48,10 +48,7 @@ class Watch:
 
 @pytest.mark.requirement("MEM-1", "MEM-2", "MEM-5")
 @settings(max_examples=25)
-@given(
-    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=2, max_size=6),
-    share=st.floats(0, 1, exclude_max=True),
-)
+@given(kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=2, max_size=6), share=st.floats(0, 1, exclude_max=True))
 def test_device_bytes_are_the_baselines_less_what_is_out(kinds: list[str], share: float) -> None:
     """At every layer boundary: allocated = the plain run's bytes - storages out + reloads, to the byte."""
     num_layers = int(share * len(kinds))
@@ -180,9 +177,7 @@ def _unused_branch(layers: nn.ModuleList) -> None:
 @pytest.mark.parametrize(
     "irregular", [_raise_in_third, _stop_after_first, _drop_graph, _no_grad, _evaluate, _unused_branch]
 )
-def test_an_irregular_pass_leaves_nothing_behind(
-    irregular: Callable[[nn.ModuleList], None], retain: bool
-) -> None:
+def test_an_irregular_pass_leaves_nothing_behind(irregular: Callable[[nn.ModuleList], None], retain: bool) -> None:
     """After it no host buffer is leased, no device byte is held, and the next step is as ever."""
     with simulated() as simulator:
         layers = build(["attention", "tanh", "views", "tanh"], WIDTH, "cuda")

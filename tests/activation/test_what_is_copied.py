@@ -30,9 +30,7 @@ class Apply(nn.Module):
         return self.function(x)
 
 
-def copied(
-    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, floor: int = 0
-) -> ActivationOffload:
+def copied(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, floor: int = 0) -> ActivationOffload:
     """Run the function as the one offloaded layer of two, there and back; ``stats`` say what crossed."""
     layers = nn.ModuleList([Apply(function), nn.Identity()])
     with offload_layers(layers, 1, min_offload_bytes=floor) as offload:

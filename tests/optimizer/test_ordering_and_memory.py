@@ -71,9 +71,7 @@ def test_each_wait_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.requirement("ORD-13", "ORD-14")
-def test_the_host_steps_after_the_device_has_done_with_the_last_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_host_steps_after_the_device_has_done_with_the_last_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """If gradients do not wait for the compute stream, old weights are overwritten while in use."""
     with Simulator(schedule=Lazy(), device_type="cuda") as simulator:
         parameters = TRAINING.parameters("cuda")

@@ -39,15 +39,7 @@ def test_parameters_that_are_none() -> None:
     """No group, a bare tensor, None, a number, or a tensor that is no leaf."""
     with Simulator(device_type="cuda"):
         leaf = parameter()
-        for params in (
-            [],
-            leaf,
-            [None],
-            [leaf, 3],
-            [leaf * 2],
-            [{"params": [leaf, None]}],
-            [{"params": leaf * 2}],
-        ):
+        for params in ([], leaf, [None], [leaf, 3], [leaf * 2], [{"params": [leaf, None]}], [{"params": leaf * 2}]):
             with pytest.raises(OptimizerInputError, match="OPT-40"):
                 HybridDeviceOptimizer(params)
         assert HybridDeviceOptimizer([{"params": []}]).param_groups[0]["params"] == []

@@ -24,9 +24,7 @@ def give(parameter: nn.Parameter, gradient: float) -> None:
     parameter.grad = torch.tensor([gradient]).to("cuda") * 1
 
 
-def hybrid(
-    parameters: Any, fraction: float, cls: Any = torch.optim.SGD, **keywords: Any
-) -> HybridDeviceOptimizer:
+def hybrid(parameters: Any, fraction: float, cls: Any = torch.optim.SGD, **keywords: Any) -> HybridDeviceOptimizer:
     """The same class on both sides."""
     return HybridDeviceOptimizer(parameters, fraction, cls, cls, **keywords)
 

@@ -20,16 +20,10 @@ from offload_ref import HybridDeviceOptimizer
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("partition", ["greedy", "exact"])
 @pytest.mark.parametrize(("dtype", "masters"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_updates_are_bit_equal(
-    schedule: str, overlap: bool, partition: str, dtype: torch.dtype, masters: bool
-) -> None:
+def test_updates_are_bit_equal(schedule: str, overlap: bool, partition: str, dtype: torch.dtype, masters: bool) -> None:
     """Three steps of AdamW at fraction 0.5, with and without overlap and masters, equal the plain loop."""
     training = Training([(3, 4), (5,), (), (2, 2)], [[True] * 4] * 3, dtype, masters=masters)
-    options: dict[str, Any] = {
-        "partition": partition,
-        "overlap_cpu_optimizer_d2h_h2d": overlap,
-        "bucket_bytes": 64,
-    }
+    options: dict[str, Any] = {"partition": partition, "overlap_cpu_optimizer_d2h_h2d": overlap, "bucket_bytes": 64}
     seen = offloaded_run(training, 0.5, SCHEDULES[schedule](), **options)
     assert all(torch.equal(a, b) for a, b in zip(seen, plain(training), strict=True))
 
@@ -40,9 +34,7 @@ def trainings(draw: st.DrawFn) -> Training:
     shapes = draw(st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5))
     count = len(shapes)
     dtype, masters = draw(
-        st.sampled_from(
-            [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True), (torch.float32, True)]
-        )
+        st.sampled_from([(torch.float32, False), (torch.bfloat16, True), (torch.float16, True), (torch.float32, True)])
     )
     return Training(
         shapes=shapes,
@@ -71,13 +63,7 @@ fractions = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.floats(0,
     schedule=st.sampled_from(sorted(SCHEDULES)),
 )
 def test_any_training_is_bit_equal(
-    training: Training,
-    fraction: float,
-    partition: str,
-    overlap: bool,
-    bucket_bytes: int,
-    pinned: bool,
-    schedule: str,
+    training: Training, fraction: float, partition: str, overlap: bool, bucket_bytes: int, pinned: bool, schedule: str
 ) -> None:
     """Whatever is drawn, the parameters at the end are those of the plain loop, and no race is found."""
     seen = offloaded_run(
