@@ -1,5 +1,6 @@
 """What every test shares: one thread, a reproducible hypothesis profile, the marks of requirements."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products on CUDA
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 settings.register_profile("ci", deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
