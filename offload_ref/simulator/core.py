@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
 from offload_ref.simulator.schedules import Schedule
 from offload_ref.simulator.sites import Site, call_site
@@ -25,8 +26,7 @@ Clock = list[int]
 def join(clock: Clock, other: Clock) -> None:
     """Order the owner of ``clock`` after everything that ``other`` has seen."""
     for actor, tick in enumerate(other):
-        if tick > clock[actor]:
-            clock[actor] = tick
+        clock[actor] = max(clock[actor], tick)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +104,7 @@ class Stream:
         """Whether a device graph is being captured: never, since graphs are not simulated."""
         return False
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Self:
         self.machine.stack.append(self)
         return self
 
@@ -183,6 +183,10 @@ class Machine:
         """The stream that new work goes to."""
         return self.stack[-1]
 
+    def set_stream(self, stream: Stream) -> None:
+        """Make a stream current until further notice."""
+        self.stack[-1] = stream
+
     def add(self, stream: Stream) -> None:
         """Register a stream: every clock gets a tick for it."""
         for clock in [self.host_clock, *(s.clock for s in self.streams), stream.clock]:
@@ -251,7 +255,7 @@ def _first_needed(stream: Stream) -> Stream:
 
 
 @contextmanager
-def current_stream_is(machine: Machine, stream: Stream | None) -> Iterator[None]:
+def current_stream_is(stream: Stream | None) -> Iterator[None]:
     """Make a stream current; None changes nothing, as in torch."""
     if stream is None:
         yield

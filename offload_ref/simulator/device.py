@@ -141,8 +141,13 @@ class DispatchMode(TorchDispatchMode):
     # Copies
 
     def copy_to(
-        self, source: torch.Tensor, device: bool, dtype: torch.dtype | None, non_blocking: bool,
-        memory_format: Any, pinned: bool = False,
+        self,
+        source: torch.Tensor,
+        device: bool,
+        dtype: torch.dtype | None,
+        non_blocking: bool,
+        memory_format: Any,
+        pinned: bool = False,
     ) -> torch.Tensor:
         """A copy of ``source`` on the device or on the host."""
         block = self.memory.block_of(source)
@@ -190,13 +195,29 @@ class DispatchMode(TorchDispatchMode):
             aten.copy_.default(target, source, non_blocking)
         return target
 
-    def _to_copy(self, source: torch.Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None,
-                 pin_memory: Any = None, non_blocking: bool = False, memory_format: Any = None) -> torch.Tensor:
+    def _to_copy(
+        self,
+        source: torch.Tensor,
+        *,
+        dtype: Any = None,
+        layout: Any = None,
+        device: Any = None,
+        pin_memory: Any = None,
+        non_blocking: bool = False,
+        memory_format: Any = None,
+    ) -> torch.Tensor:
         on_device = self.is_on_device(source)
         if layout not in (None, torch.strided) or (not on_device and not self.is_device(device)):
             self.simulator.host_access("_to_copy", (source,), ())
-            return aten._to_copy.default(source, dtype=dtype, layout=layout, device=device, pin_memory=pin_memory,
-                                         non_blocking=non_blocking, memory_format=memory_format)
+            return aten._to_copy.default(
+                source,
+                dtype=dtype,
+                layout=layout,
+                device=device,
+                pin_memory=pin_memory,
+                non_blocking=non_blocking,
+                memory_format=memory_format,
+            )
         return self.copy_to(source, True, dtype, non_blocking, memory_format)
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
@@ -307,8 +328,10 @@ class DispatchMode(TorchDispatchMode):
         rng = self.simulator.rng
         state = rng.get_state()
         with rng.borrowed(state) as after:
-            function(*(map_tensors(a, torch.clone) for a in args),
-                     **{k: map_tensors(v, torch.clone) for k, v in kwargs.items()})
+            function(
+                *(map_tensors(a, torch.clone) for a in args),
+                **{k: map_tensors(v, torch.clone) for k, v in kwargs.items()},
+            )
             rng.set_state(after())
 
         def replay() -> Any:
@@ -325,8 +348,9 @@ class DispatchMode(TorchDispatchMode):
         except TypeError:
             key = known = None
         if known is None:
-            value = operator.function(*(map_tensors(a, _stand_in) for a in args),
-                                      **{k: map_tensors(v, _stand_in) for k, v in kwargs.items()})
+            value = operator.function(
+                *(map_tensors(a, _stand_in) for a in args), **{k: map_tensors(v, _stand_in) for k, v in kwargs.items()}
+            )
             known = _layouts_of(value)
             if len(self._layouts) > _CACHE_LIMIT:
                 self._layouts.clear()

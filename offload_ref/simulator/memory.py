@@ -178,6 +178,11 @@ class Memory:
                 del self.blocks[reference.address]
             self.free(reference.block)
 
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Free the block behind a storage that lives on, empty (``storage.resize_(0)``)."""
+        self.reap()
+        self.free(self.blocks.pop(storage._cdata))
+
     def free(self, block: Block) -> None:
         """Give a block's bytes back: at once in the ledger, by stream order in the pool."""
         if block.freed:
@@ -190,9 +195,7 @@ class Memory:
         hazards = self._hazards.setdefault(stream, {})
         for access in block.accesses:
             key = (access.actor, access.kind)
-            if access.actor not in block.recorded and (
-                key not in hazards or hazards[key][1].tick < access.tick
-            ):
+            if access.actor not in block.recorded and (key not in hazards or hazards[key][1].tick < access.tick):
                 hazards[key] = (block, access)
         positions = [(s, s.enqueued) for s in self.machine.streams if s.actor in block.recorded]
         self._reclaims.append(_Reclaim(positions, stream, block.memory))

@@ -24,9 +24,16 @@ METADATA_ONLY = frozenset(
 )
 """Factories that write nothing."""
 
-INDEXING = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
-                      aten._index_put_impl_.default, aten._unsafe_index.Tensor,
-                      aten._unsafe_index_put.default})
+INDEXING = frozenset(
+    {
+        aten.index.Tensor,
+        aten.index_put.default,
+        aten.index_put_.default,
+        aten._index_put_impl_.default,
+        aten._unsafe_index.Tensor,
+        aten._unsafe_index_put.default,
+    }
+)
 """Operators whose index tensors may be on the host."""
 
 

@@ -67,8 +67,7 @@ class Race:
 
     def __str__(self) -> str:
         return (
-            f"race on {self.block}\n  first:   {self.first}\n  second:  {self.second}\n"
-            f"  missing: {self.missing_edge}"
+            f"race on {self.block}\n  first:   {self.first}\n  second:  {self.second}\n  missing: {self.missing_edge}"
         )
 
 
@@ -125,10 +124,7 @@ class RaceDetector:
 def _missing_edge(first: RacyAccess, second: RacyAccess, kind: str | None) -> str:
     event = f"an event recorded on {first.actor} after it"
     if kind is REUSE:
-        return (
-            f"tensor.record_stream({first.actor}) before the block was freed, "
-            f"or {second.actor}.wait_event({event})"
-        )
+        return f"tensor.record_stream({first.actor}) before the block was freed, or {second.actor}.wait_event({event})"
     if second.actor == "host":
         return f"event.synchronize() on the host, of {event}"
     return f"{second.actor}.wait_event({event})"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
@@ -119,7 +120,7 @@ class Simulator:
         self.rng = DeviceRng()
         self.mode = DispatchMode(self)
         self._kernels = 0
-        self._exit: ExitStack | None = None
+        self._exit = ExitStack()
 
     # What a test asks
 
@@ -143,8 +144,13 @@ class Simulator:
         """Counts of what the program asked for."""
         device, pinned = self.memory.device, self.memory.pinned
         return Counters(
-            self.machine.events_recorded, self.machine.host_syncs, self._kernels,
-            device.allocations, device.allocated_bytes, pinned.allocations, pinned.allocated_bytes,
+            self.machine.events_recorded,
+            self.machine.host_syncs,
+            self._kernels,
+            device.allocations,
+            device.allocated_bytes,
+            pinned.allocations,
+            pinned.allocated_bytes,
         )
 
     def assert_race_free(self) -> None:
@@ -185,26 +191,24 @@ class Simulator:
 
     # Activation
 
-    def __enter__(self) -> Simulator:
-        global _active
-        if _active is not None:
+    def __enter__(self) -> Self:
+        if _active:
             raise RuntimeError("a Simulator is active already: simulated accelerators do not nest")
         with ExitStack() as stack:
             stack.enter_context(patched_names(self))
             stack.enter_context(self.mode)
+            _active.append(self)
+            stack.callback(_active.remove, self)
             self._exit = stack.pop_all()
-        _active = self
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        global _active
-        assert self._exit is not None  # noqa: S101
-        try:
-            if exception[0] is None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let all work end, so that what outlives the block holds its values; then restore torch."""
+        with self._exit:
+            if error is None:
                 self.machine.synchronize()
-        finally:
-            _active = None
-            self._exit.__exit__(*exception)
 
     # What the mode asks
 
@@ -242,12 +246,13 @@ class Simulator:
                     self.detector.access(block, access, clock)
 
 
-_active: Simulator | None = None
+_active: list[Simulator] = []
+"""The simulator whose ``with`` is running, if there is one."""
 
 
 def active_simulator() -> Simulator | None:
     """The simulator whose ``with`` is running."""
-    return _active
+    return _active[-1] if _active else None
 
 
 def _ignore(_value: object) -> None:
@@ -258,9 +263,8 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int, Any]:
     """First byte, byte after the last, and the layout if there are gaps between them."""
     if tensor.numel() == 0:
         return 0, 0, None
-    itemsize, size, stride, start = (
-        tensor.element_size(), tuple(tensor.size()), tensor.stride(), tensor.storage_offset(),
-    )
+    itemsize, size, stride = tensor.element_size(), tuple(tensor.size()), tensor.stride()
+    start = int(tensor.storage_offset())
     elements = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     layout = None if elements <= tensor.numel() else (itemsize, size, stride, start)
     return start * itemsize, (start + elements) * itemsize, layout

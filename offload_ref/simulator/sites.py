@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 _SKIPPED = ("/torch/", "/offload_ref/simulator/", "<frozen", "/contextlib.py", "/weakref.py")
@@ -30,7 +30,7 @@ UNKNOWN = Site(None, 0)
 
 def call_site() -> Site:
     """The line of the user's program that is running now."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         skip = _skip_by_code.get(code)
@@ -39,5 +39,5 @@ def call_site() -> Site:
             skip = _skip_by_code[code] = any(part in name for part in _SKIPPED)
         if not skip:
             return Site(code, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return UNKNOWN
