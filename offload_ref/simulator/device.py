@@ -37,7 +37,7 @@ class DispatchMode(TorchDispatchMode):
     """Sees every operator below autograd, and runs those on device tensors on simulated streams."""
 
     def __init__(self, simulator: Simulator) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.simulator = simulator
         self.memory = simulator.memory
         self._layouts: dict[Any, Any] = {}
@@ -81,7 +81,7 @@ class DispatchMode(TorchDispatchMode):
 
     def _autograd_means_device(self) -> bool:
         """Whether autograd's own code asks for a host tensor, in the backward of work on the device."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None or not _called_by_autograd():
             return False
         if hasattr(node, "variable"):
@@ -209,7 +209,7 @@ class DispatchMode(TorchDispatchMode):
         on_device = self.is_on_device(source)
         if layout not in (None, torch.strided) or (not on_device and not self.is_device(device)):
             self.simulator.host_access("_to_copy", (source,), ())
-            return aten._to_copy.default(
+            copied: torch.Tensor = aten._to_copy.default(
                 source,
                 dtype=dtype,
                 layout=layout,
@@ -218,6 +218,7 @@ class DispatchMode(TorchDispatchMode):
                 non_blocking=non_blocking,
                 memory_format=memory_format,
             )
+            return copied
         return self.copy_to(source, True, dtype, non_blocking, memory_format)
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
@@ -227,14 +228,14 @@ class DispatchMode(TorchDispatchMode):
         block = self.memory.block_of(tensor)
         return block is not None and block.space is DEVICE
 
-    def is_pinned(self, tensor: torch.Tensor, device: Any = None) -> bool:
+    def is_pinned(self, tensor: torch.Tensor, _device: Any = None) -> bool:
         """Whether the tensor is in pinned host memory."""
         if tensor.layout is not torch.strided:
             return False
         block = self.memory.block_of(tensor)
         return block is not None and block.space is PINNED
 
-    def pin(self, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    def pin(self, tensor: torch.Tensor, _device: Any = None) -> torch.Tensor:
         """A copy of a host tensor in pinned memory (the tensor itself if it is pinned)."""
         if self.is_pinned(tensor):
             return tensor
@@ -385,7 +386,9 @@ def _over(block: Block, tensor: torch.Tensor) -> torch.Tensor:
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros with the same size, stride and dtype."""
-    return aten.zero_.default(torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"))
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    zeros: torch.Tensor = aten.zero_.default(empty)
+    return zeros
 
 
 def _is_integer_indexing(operator: Operator, args: Any) -> bool:

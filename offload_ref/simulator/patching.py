@@ -30,7 +30,7 @@ class Patcher:
     def put_methods(self, owner: type, methods: object, names: Iterable[str]) -> None:
         """Make methods of an object methods of ``owner``, whose instance they take as first argument."""
         for name in names:
-            self.put(owner, name, _as_method(getattr(methods, name)))
+            self.put(owner, name, as_method(getattr(methods, name)))
 
     def restore(self) -> None:
         """Put everything back."""
@@ -42,7 +42,7 @@ class Patcher:
                 setattr(owner, name, value)
 
 
-def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+def as_method(function: Callable[..., Any]) -> Callable[..., Any]:
     """A plain function, which binds to the instance that it is called on; a bound method would not."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,6 +83,7 @@ class SimulatedType(type):
     instance_type: type
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance as the simulator does."""
         return cls.make(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from offload_ref.simulator.core import Stream
 from offload_ref.simulator.errors import NotSimulatedError
 from offload_ref.simulator.memory import DEVICE
-from offload_ref.simulator.patching import Patcher
+from offload_ref.simulator.patching import Patcher, as_method
 
 if TYPE_CHECKING:
     from offload_ref.simulator.simulator import Simulator
@@ -28,10 +28,9 @@ def patch_tensors(patcher: Patcher, simulator: Simulator) -> None:
     patcher.put(torch.Tensor, f"is_{device_type}", property(simulator.mode.is_on_device))
     tensors.read_directly = {name: getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__repr__")}
     patcher.put_methods(torch.Tensor, tensors, _TensorMethods.PATCHED)
-    patcher.put(
-        torch.Tensor, device_type, lambda tensor, *args, **kwargs: tensors.to_accelerator(tensor, *args, **kwargs)
-    )
-    patcher.put_methods(torch.nn.Parameter, tensors, ["__deepcopy__"])
+    patcher.put(torch.Tensor, device_type, as_method(tensors.to_accelerator))
+    for cls in (torch.Tensor, torch.nn.Parameter):
+        patcher.put(cls, "__deepcopy__", as_method(tensors.deepcopy))
     patcher.put(torch.UntypedStorage, "device", property(storages.device_of))
     patcher.put(torch.UntypedStorage, f"is_{device_type}", property(storages.is_on_device))
     patcher.put_methods(torch.UntypedStorage, storages, _StorageMethods.PATCHED)
@@ -41,7 +40,7 @@ class _Copy(torch.autograd.Function):
     """A differentiable copy between host and device; autograd's own goes by the label, which is the host's."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, source: torch.Tensor, mode: Any, to_device: bool, dtype: Any, non_blocking: bool, layout: Any
     ) -> torch.Tensor:
         ctx.mode, ctx.source = mode, (source.dtype, mode.is_on_device(source))
@@ -49,7 +48,7 @@ class _Copy(torch.autograd.Function):
         return copied
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         dtype, on_device = ctx.source
         device = ctx.mode.simulator.device if on_device else HOST
         return gradient.to(device=device, dtype=dtype), None, None, None, None, None
@@ -60,14 +59,15 @@ class _TensorMethods:
 
     PATCHED = (
         "to", "cpu", "get_device", "pin_memory", "is_pinned", "record_stream", "numpy", "tolist", "__repr__",
-        "type", "new_tensor", "__deepcopy__",
+        "type", "new_tensor",
     )  # fmt: skip
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator, self.mode, self.memory = simulator, simulator.mode, simulator.memory
         self.read_directly: dict[str, Callable[..., Any]] = {}
-        self._device_label = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
-        self._to, self._type, self._new_tensor = torch.Tensor.to, torch.Tensor.type, torch.Tensor.new_tensor
+        self._device_label = torch._C.TensorBase.device.__get__
+        self._to: Callable[..., torch.Tensor] = torch.Tensor.to
+        self._type, self._new_tensor = torch.Tensor.type, torch.Tensor.new_tensor
         self._deepcopy = {cls: cls.__deepcopy__ for cls in (torch.Tensor, torch.nn.Parameter)}
 
     # Where it is
@@ -90,17 +90,18 @@ class _TensorMethods:
     def to(self, tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
         if args and isinstance(args[0], torch.Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
-        if args and args[-1] is True and sum(isinstance(a, bool) for a in args) > 1:
-            copy = True
+        copy = copy or [a for a in args if isinstance(a, bool)][1:] == [True]
         given = {name: value for name, value in kwargs.items() if value is not None}
-        target, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **given)
-        to_device = self.mode.is_on_device(tensor) if target is None else self.mode.is_device(target)
-        if to_device != self.mode.is_on_device(tensor):
-            moved: torch.Tensor = _Copy.apply(tensor, self.mode, to_device, dtype, non_blocking, layout)
-            return moved
-        keywords = {} if layout is None else {"memory_format": layout}
-        keywords |= {} if target is None or to_device else {"device": target}
-        return self._to(tensor, dtype=dtype or tensor.dtype, copy=copy, **keywords)
+        parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **given)
+        target, dtype, non_blocking, layout = parsed
+        on_device = self.mode.is_on_device(tensor)
+        to_device = on_device if target is None else self.mode.is_device(target)
+        if to_device != on_device:
+            moved = _Copy.apply(tensor, self.mode, to_device, dtype, non_blocking, layout)  # type: ignore[no-untyped-call]
+            return cast("torch.Tensor", moved)
+        keywords = {"memory_format": layout, "device": None if to_device else target}
+        keywords = {name: value for name, value in keywords.items() if value is not None}
+        return self._to(tensor, dtype=tensor.dtype if dtype is None else dtype, copy=copy, **keywords)
 
     def cpu(self, tensor: torch.Tensor, memory_format: Any = None) -> torch.Tensor:
         return self.to(tensor, "cpu", memory_format=memory_format)
@@ -133,17 +134,16 @@ class _TensorMethods:
         on_device = self.mode.is_on_device(tensor) if device is None else self.mode.is_device(device)
         return (made.to(self.simulator.device) if on_device else made).requires_grad_(requires_grad)
 
-    def __deepcopy__(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         if not self.mode.is_on_device(tensor) or type(tensor) not in self._deepcopy:
-            original = self._deepcopy.get(type(tensor), self._deepcopy[torch.Tensor])
-            return original(tensor, memo)  # type: ignore[no-any-return, operator]
+            original: Any = self._deepcopy.get(type(tensor), self._deepcopy[torch.Tensor])
+            return cast("torch.Tensor", original(tensor, memo))
         if id(tensor) not in memo:
             copied = tensor.detach().clone(memory_format=torch.preserve_format)
             if isinstance(tensor, torch.nn.Parameter):
                 copied = torch.nn.Parameter(copied)
             memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
-        copy: torch.Tensor = memo[id(tensor)]
-        return copy
+        return cast("torch.Tensor", memo[id(tensor)])
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         block = self.memory.block_of(tensor)

@@ -49,7 +49,7 @@ def test_forward_and_backward_beside_save_on_cpu(machine: Machine, benchmark: Be
             ours = seconds(layers, x, offloaded(layers, 5, retain_pinned_cpu_buffers=True))
             ratios.append(ours / theirs)
 
-        benchmark.pedantic(one_round, rounds=ROUNDS, warmup_rounds=1)
+        benchmark.pedantic(one_round, rounds=ROUNDS, warmup_rounds=1)  # type: ignore[no-untyped-call]
     ratio = median(ratios[1:])
     benchmark.extra_info["ours / save_on_cpu"] = round(ratio, 3)
     assert ratio <= bound

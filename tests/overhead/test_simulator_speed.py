@@ -33,5 +33,5 @@ def train() -> None:
 @pytest.mark.benchmark(group="simulator")
 def test_twenty_steps(benchmark: BenchmarkFixture) -> None:
     """At most ten seconds."""
-    benchmark.pedantic(train, rounds=1, warmup_rounds=1)
+    benchmark.pedantic(train, rounds=1, warmup_rounds=1)  # type: ignore[no-untyped-call]
     assert benchmark.stats.stats.median <= MOST_SECONDS
