@@ -1,0 +1,65 @@
+"""What README.md shows: its programs run, its commands are those of CI, its links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from offload_ref.simulator import Lazy, Simulator
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """Return the code blocks in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("program", blocks("python"), ids=lambda program: program.splitlines()[1])
+def test_programs_run(program: str) -> None:
+    """Each runs without a race on a simulated device; one that brings its own simulator uses that."""
+    code = compile(program, "README.md", "exec")
+    if "Simulator(" in program:
+        exec(code, {"__name__": "readme"})
+        return
+    with Simulator(schedule=Lazy(), device_type="cuda") as simulator:
+        exec(code, {"__name__": "readme"})
+    simulator.assert_race_free()
+
+
+def test_both_mechanisms_have_an_example() -> None:
+    """So does the simulator."""
+    programs = "\n".join(blocks("python"))
+    for name in ("offload_layers(", "HybridDeviceOptimizer(", "Simulator("):
+        assert name in programs
+
+
+def test_the_commands_are_complete() -> None:
+    """Each makes an environment of its own, installs, and does its work."""
+    demo, tests = blocks("sh")
+    for command in (demo, tests):
+        assert command.startswith("python3 -m venv .venv && . .venv/bin/activate && pip install ")
+    assert 'pip install ".[cli]"' in demo
+    assert demo.endswith("&& offload-ref demo\n")
+    assert 'pip install ".[test]"' in tests
+
+
+def test_ci_runs_the_tests_as_the_readme_does() -> None:
+    """Every command after the installation stands in .ci/run as well."""
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    _, tests = blocks("sh")
+    for command in tests.strip().split(" && ")[3:]:
+        assert command in ci
+
+
+def test_links_lead_to_files() -> None:
+    """Every relative link is a path of this repository."""
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_no_host_is_named() -> None:
+    """Commands use the registries that the machine is set up for."""
+    assert "://" not in README
