@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
     """Run a command line where typer and rich are installed."""
     import typer  # noqa: PLC0415  # comes with an extra
 
-    usage_error = typer.BadParameter.__mro__[1]  # typer exports no other name of it
+    usage_error: type[Exception] = typer.BadParameter.__base__  # typer exports no other name of it
     command = typer.main.get_command(application())
     try:
         outcome = command.main(arguments, prog_name="offload-ref", standalone_mode=False)

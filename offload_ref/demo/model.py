@@ -46,7 +46,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after this block."""
         x = x + self.attention(self.attention_norm(x))
-        return x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
+        widened: torch.Tensor = functional.gelu(self.up(self.mlp_norm(x)))
+        return torch.add(x, self.down(widened))
 
 
 class GPT(nn.Module):

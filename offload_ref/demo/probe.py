@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch
 
@@ -82,7 +82,7 @@ class MemoryProbe:
         self._step += 1
         self._advance()
 
-    def watch(self, layers: Sequence[torch.nn.Module]) -> None:
+    def watch(self, layers: torch.nn.ModuleList) -> None:
         """Put a point at the start of each layer's forward and backward, and at the end of both passes."""
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._before_forward(index))

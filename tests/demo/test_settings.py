@@ -1,5 +1,8 @@
 """What flags and overrides mean together."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 
 from offload_ref.demo.settings import DemoSettings, resolve
@@ -48,7 +51,7 @@ def test_flags_and_overrides_map_onto_the_same_settings() -> None:
 def test_a_flag_that_contradicts_an_override_is_refused(flags: dict[str, float], override: str) -> None:
     """The message names the flag and both lines."""
     with pytest.raises(DemoSettingError, match="an override of the same field") as refused:
-        resolve(overrides=[override], **flags)
+        resolve(overrides=[override], **flags)  # type: ignore[arg-type]
     assert override in str(refused.value)
 
 
@@ -116,12 +119,9 @@ def test_a_field_that_the_demo_would_ignore_is_refused() -> None:
 def test_a_size_out_of_range_is_refused(name: str, value: object) -> None:
     """The message names the option as it is typed, and the value seen."""
     with pytest.raises(DemoSettingError, match=f"--{name.replace('_', '-')}: got {value!r}"):
-        resolve(**{name: value})
+        resolve(**{name: value})  # type: ignore[arg-type]
 
 
 def test_settings_can_be_written_as_json() -> None:
     """They hold nothing but plain values."""
-    import json
-    from dataclasses import asdict
-
     assert json.loads(json.dumps(asdict(resolve())))["hidden"] == DemoSettings(config=resolve().config).hidden

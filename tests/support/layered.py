@@ -124,7 +124,7 @@ def train(
 
 def offloaded(layers: nn.ModuleList, num_layers: int, **options: int | bool) -> AbstractContextManager[object]:
     """Offloading of small layers: no size floor unless one is asked for."""
-    return offload_layers(layers, num_layers, **{"min_offload_bytes": 0, **options})  # type: ignore[arg-type]
+    return offload_layers(layers, num_layers, **{"min_offload_bytes": 0, **options})
 
 
 def assert_same(seen: Outcome, expected: Outcome) -> None:

@@ -23,7 +23,7 @@ def test_the_module_holds_errors_and_warnings_alone() -> None:
 @pytest.mark.parametrize("name", REASONS)
 def test_an_error_says_what_was_seen_and_what_is_required(name: str) -> None:
     """Text, attributes and notes together hold the value seen, the value required and the rule."""
-    error = CLASSES[name]("fraction", seen=1.5, required="a number in [0, 1]", rule="OPT-3")
+    error = vars(errors)[name]("fraction", seen=1.5, required="a number in [0, 1]", rule="OPT-3")
     assert (error.seen, error.required, error.rule) == (1.5, "a number in [0, 1]", "OPT-3")
     said = "\n".join([str(error), *getattr(error, "__notes__", [])])
     for part in ("fraction", "1.5", "a number in [0, 1]", "[OPT-3]"):
