@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
     """Run a command line where typer and rich are installed."""
     import typer  # noqa: PLC0415  # comes with an extra
 
-    usage_error: type[Exception] = typer.BadParameter.__base__  # typer exports no other name of it
+    usage_error: Any = typer.BadParameter.__base__  # typer exports no other name of it
     command = typer.main.get_command(application())
     try:
         outcome = command.main(arguments, prog_name="offload-ref", standalone_mode=False)

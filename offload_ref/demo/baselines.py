@@ -52,14 +52,14 @@ class Slice:
 class CopyStepper:
     """AdamW over the fp32 copies of slices that lie in one place."""
 
-    def __init__(self, groups: Groups, settings: DemoSettings) -> None:
+    def __init__(self, groups: Groups, settings: DemoSettings, **kernel: bool) -> None:
         self.slices: list[Slice] = [piece for group in groups for piece in group["slices"]]
         filled = [
             {"params": [piece.copy for piece in group["slices"]], "weight_decay": group["weight_decay"]}
             for group in groups
             if group["slices"]
         ]
-        optimizer = torch.optim.AdamW(filled, **hyperparameters(settings))
+        optimizer = torch.optim.AdamW(filled, **{**hyperparameters(settings), **kernel})
         self.stepper = OptimizerStepper(optimizer, settings.steps)
 
     def step(self) -> None:
@@ -90,6 +90,11 @@ def plain(groups: Groups, settings: DemoSettings) -> Stepper:
     if settings.bf16:
         return CopyStepper(whole_groups(groups), settings)
     return OptimizerStepper(torch.optim.AdamW(groups, **hyperparameters(settings)), settings.steps)
+
+
+def other_kernel(groups: Groups, settings: DemoSettings) -> Stepper:
+    """Return ``plain`` with AdamW's fused kernel: how far apart do two kernels of one device come?"""
+    return CopyStepper(whole_groups(groups), settings, foreach=False, fused=True)
 
 
 def same_kernel(groups: Groups, settings: DemoSettings) -> Stepper:

@@ -79,7 +79,7 @@ class Machine:
         if self.simulator is not None:
             return max(self.pinned_peak or 0, self.simulator.max_pinned_allocated())
         statistics = getattr(torch.get_device_module(self.device), "host_memory_stats", None)
-        return None if statistics is None else int(statistics().get("allocated_bytes.peak", 0))
+        return None if statistics is None else int(statistics().get("active_bytes.peak", 0))
 
     def start_counting(self) -> None:
         """Leave the copies made so far out of `traffic`."""

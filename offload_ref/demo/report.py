@@ -16,7 +16,7 @@ FORMAT = 1
 """Version of the JSON file; it grows when a key changes its meaning or goes."""
 
 LOSS_BOUND = 0.001
-"""Largest difference in loss, in nats, that another kernel on the host may make."""
+"""Largest difference in loss, in nats, that another kernel on the host may make with fp32 weights."""
 
 BASELINES = ("plain", "same-kernel")
 """The runs that the offloaded one is compared with."""
@@ -85,7 +85,7 @@ class DemoReport:
 
 def describe_failure(comparison: Comparison) -> str:
     """Return one line that says which bound was missed and by what."""
-    bound = "the same bits" if comparison.loss_bound == 0 else f"a loss difference below {comparison.loss_bound}"
+    bound = "the same bits" if comparison.loss_bound == 0 else f"a loss difference below {comparison.loss_bound:.3g}"
     return (
         f"offloaded against {comparison.baseline}: {bound} required, largest difference in loss "
         f"{comparison.loss_difference:.3g}, in weights {comparison.weight_difference:.3g}"

@@ -63,7 +63,7 @@ def differences(report: DemoReport) -> Table:
 
 def requirement(comparison: Comparison) -> str:
     """Return the bound in words."""
-    return "the same bits" if comparison.loss_bound == 0 else f"loss below {comparison.loss_bound}"
+    return "the same bits" if comparison.loss_bound == 0 else f"loss below {comparison.loss_bound:.3g}"
 
 
 def memory(report: DemoReport) -> Table:
