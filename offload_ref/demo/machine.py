@@ -79,7 +79,7 @@ class Machine:
         if self.simulator is not None:
             return max(self.pinned_peak or 0, self.simulator.max_pinned_allocated())
         statistics = getattr(torch.get_device_module(self.device), "host_memory_stats", None)
-        return None if statistics is None else int(statistics().get("active_bytes.peak", 0))
+        return None if statistics is None else int(statistics().get("allocated_bytes.peak", 0))
 
     def start_counting(self) -> None:
         """Leave the copies made so far out of `traffic`."""
@@ -168,6 +168,8 @@ def real_machine() -> Machine:
         raise NoAcceleratorError("accelerator", seen=None, required="one that torch can use", rule=RULE)
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
+    before_torch_2_12 = getattr(torch._C, "_host_emptyCache", lambda: None)
+    getattr(torch.accelerator, "empty_host_cache", before_torch_2_12)()
     torch.accelerator.reset_peak_memory_stats()
     module = torch.get_device_module(device)
     getattr(module, "reset_peak_host_memory_stats", lambda: None)()

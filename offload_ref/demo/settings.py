@@ -70,7 +70,7 @@ class DemoSettings:
     batch: int = 16
     accumulation: int = 2
     steps: int = 60
-    learning_rate: float = 5e-3
+    learning_rate: float = 2e-3
     seed: int = 0
     data_seed: int = 1
     min_offload_bytes: int = 16384
