@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def patched_names(simulator: Simulator) -> Iterator[None]:
     """Patch torch for the duration of the block."""
     _device_constructors()  # torch caches the factories that a default device applies to: it has to see its own
+    _initialise_real_device(simulator.device_type)
     patcher = Patcher()
     try:
         patch_tensors(patcher, simulator)
@@ -30,6 +31,13 @@ def patched_names(simulator: Simulator) -> Iterator[None]:
         yield
     finally:
         patcher.restore()
+
+
+def _initialise_real_device(device_type: str) -> None:
+    """Have torch initialise a real device of that type now: it asks once, and must not hear the simulator's answer."""
+    real = torch.accelerator.current_accelerator(check_available=True)
+    if real is not None and real.type == device_type:
+        torch.get_device_module(device_type).init()
 
 
 def _patch_factories(patcher: Patcher, simulator: Simulator) -> None:
