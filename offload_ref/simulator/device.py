@@ -127,7 +127,7 @@ class DispatchMode(TorchDispatchMode):
         plain = {**kwargs, "device": HOST_DEVICE, "pin_memory": False}
         if "pin_memory" not in operator.names:
             del plain["pin_memory"]
-        value = operator.function(*like, **plain)
+        value = self._drawn(operator, like, plain) if operator.is_random else operator.function(*like, **plain)
         result = self.new((value.size(), value.stride(), value.dtype), space)
         if operator.function in METADATA_ONLY:
             return result
@@ -288,8 +288,12 @@ class DispatchMode(TorchDispatchMode):
         inner_args = tuple(map_tensors(a, self.inner) for a in args)
         inner_kwargs = {k: map_tensors(v, self.inner) for k, v in kwargs.items()}
 
+        grad_mode = torch.is_grad_enabled()
+
         def call() -> Any:
-            return function(*inner_args, **inner_kwargs)
+            """Run the CPU kernel; a few return something else where gradients are off."""
+            with torch.set_grad_enabled(grad_mode):
+                return function(*inner_args, **inner_kwargs)
 
         if operator.is_random:
             call = self._replayed(call, function, inner_args, inner_kwargs)
@@ -323,6 +327,16 @@ class DispatchMode(TorchDispatchMode):
             return result
 
         return map_tensors(value, lift)
+
+    def _drawn(self, operator: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What a random factory makes, drawn from the device's generator unless it is given another one."""
+        if kwargs.get("generator") is not None:
+            return operator.function(*args, **kwargs)
+        rng = self.simulator.rng
+        with rng.borrowed(rng.get_state()) as after:
+            value = operator.function(*args, **kwargs)
+            rng.set_state(after())
+        return value
 
     def _replayed(self, call: Any, function: Any, args: Any, kwargs: Any) -> Any:
         """Draw in program order, compute at execution: the same numbers whenever the work runs."""

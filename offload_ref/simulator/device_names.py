@@ -41,6 +41,7 @@ def patch_device_names(patcher: Patcher, simulator: Simulator) -> None:
         _patch_module(patcher, module, {**common, **streams, **_of_a_device_module(machine), **own})
     if simulator.device_type == "cuda":
         patcher.put_all(torch.cuda.nvtx, {"range_push": constant(0), "range_pop": constant(0)})
+        patcher.put(torch.backends.cudnn, "is_acceptable", constant(False))
     _patch_autocast(patcher, simulator.device_type)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._device import DeviceContext, _device_constructors
 
 from offload_ref.simulator.device_names import patch_device_names
-from offload_ref.simulator.patching import Patcher
+from offload_ref.simulator.patching import Patcher, simulated_type
 from offload_ref.simulator.tensor_names import patch_tensors
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ def _patch_factories(patcher: Patcher, simulator: Simulator) -> None:
     """Patch the factories that C++ fills before any operator is dispatched, and the seed of all generators."""
     for name in ("tensor", "as_tensor", "asarray"):
         patcher.put(torch, name, _from_data(name, getattr(torch, name), simulator.mode))
+    host_generator = torch.Generator
+    generator = simulated_type(
+        "Generator", host_generator, lambda device="cpu": host_generator(_label(device, simulator))
+    )
+    patcher.put(torch, "Generator", generator)
     seed_the_host = torch.manual_seed
 
     def manual_seed(seed: int) -> torch.Generator:
@@ -51,6 +56,11 @@ def _patch_factories(patcher: Patcher, simulator: Simulator) -> None:
         return seed_the_host(seed)
 
     patcher.put(torch, "manual_seed", manual_seed)
+
+
+def _label(device: Any, simulator: Simulator) -> Any:
+    """The device as C++ knows it: the simulated one is the host to it."""
+    return "cpu" if simulator.mode.is_device(device) else device
 
 
 def _from_data(name: str, original: Callable[..., torch.Tensor], mode: DispatchMode) -> Callable[..., torch.Tensor]:
