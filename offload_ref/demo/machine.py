@@ -154,6 +154,7 @@ def open_machine(settings: DemoSettings) -> Iterator[Machine]:
     with ExitStack() as stack:
         if is_simulated(settings):
             schedule = make_schedule(settings.schedule or DEFAULT_SCHEDULE)
+            stack.enter_context(one_thread())
             simulator = stack.enter_context(Simulator(schedule=schedule, device_type=SIMULATED_TYPE))
             yield Machine(torch.device(SIMULATED_TYPE), f"simulated {SIMULATED_TYPE}", simulator)
         else:
@@ -175,6 +176,17 @@ def real_machine() -> Machine:
     getattr(module, "reset_peak_host_memory_stats", lambda: None)()
     name = getattr(module, "get_device_name", lambda: device.type)()
     return Machine(device, name, bytes_before=torch.accelerator.memory_allocated())
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let kernels run on one thread: small ones are faster so, and the losses do not depend on the machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager
