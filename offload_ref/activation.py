@@ -273,6 +273,8 @@ def _hook_modules(modules: list[torch.nn.Module], offload: ActivationOffload, st
     running: list[tuple[torch.nn.Module, ExitStack]] = []
 
     def open_layer(module: torch.nn.Module, _arguments: object) -> None:
+        if module not in positions:  # a copy of a layer, which has come with its hooks
+            return
         entered = -1 if offload._current is None else offload._current.entered
         later = [p for p in positions[module] if p > entered]
         offload.note_weights(module)

@@ -16,7 +16,7 @@ nothing crosses for. Every bucket steps ``working`` tensors: the parameters them
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -244,19 +244,6 @@ class Bucket:
                 unit.weight().copy_(departure, non_blocking=True)
         # RECORD
         return stream.record_event()
-
-
-def into_buckets(units: Iterable[Unit], bucket_bytes: int) -> list[list[Unit]]:
-    """Split units into runs of at most ``bucket_bytes`` bytes of working tensors, one unit at least."""
-    runs: list[list[Unit]] = []
-    filled = 0
-    for unit in units:
-        if not runs or filled + unit.nbytes > bucket_bytes:
-            runs.append([])
-            filled = 0
-        runs[-1].append(unit)
-        filled += unit.nbytes
-    return runs
 
 
 def bind_host_copies(units: Sequence[Unit], *, pin: bool) -> list[torch.Tensor]:

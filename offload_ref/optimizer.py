@@ -18,8 +18,8 @@ import torch
 from torch.optim import Optimizer
 
 from offload_ref import errors
-from offload_ref.buckets import Bucket, Unit, bind_host_copies, gradient_of, into_buckets, is_dense
-from offload_ref.partition import MODES, Share, check_fraction
+from offload_ref.buckets import Bucket, Unit, bind_host_copies, gradient_of, is_dense
+from offload_ref.partition import MODES, Share, check_fraction, into_runs
 from offload_ref.partition import partition as divide
 
 DEFAULT_BUCKET_BYTES = 32 << 20
@@ -133,7 +133,7 @@ class HybridDeviceOptimizer(Optimizer):
         """The classes' own defaults with the keywords over them; refuses a keyword that neither knows."""
         self._keywords = keywords
         classes = (self.cpu_optimizer_cls, self.gpu_optimizer_cls)
-        device = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+        device = next((_tensor_of(p).device for group in groups for p in group["params"]), torch.device("cpu"))
         on_host = classes[0]([torch.zeros(1)], **self._known_to(classes[0]))
         on_device = classes[1]([torch.zeros(1, device=device)], **self._known_to(classes[1]))
         defaults = {"bias_correction": True, **on_host.defaults, **on_device.defaults}
@@ -195,7 +195,8 @@ class HybridDeviceOptimizer(Optimizer):
         placed = {unit for bucket in self.buckets for unit in bucket.units}
         fresh = [unit for unit in self.units if unit not in placed and wanted(unit)]
         crossing = [unit for unit in fresh if unit.crosses]
-        for units in into_buckets(crossing, self.bucket_bytes):
+        for run in into_runs([unit.nbytes for unit in crossing], self.bucket_bytes):
+            units = crossing[run]
             staging = bind_host_copies(units, pin=self.pin_cpu_params)
             self.buckets.append(self._bucket(units, self.cpu_optimizer_cls, staging))
         for cls, on_host in ((self.cpu_optimizer_cls, True), (self.gpu_optimizer_cls, False)):
@@ -344,6 +345,8 @@ class HybridDeviceOptimizer(Optimizer):
         Raises:
             StateDictError: groups, sizes or shapes do not fit; nothing has changed then (OPT-32).
         """
+        for prepare in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = prepare(self, state_dict) or state_dict
         parameters = self._check_state_dict(state_dict)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: deepcopy(v) for k, v in loaded.items() if k not in NOT_HYPERPARAMETERS})
@@ -354,6 +357,8 @@ class HybridDeviceOptimizer(Optimizer):
             for unit, own in self._bound_units():
                 self._load_unit(unit, own, states.get(unit.parameter, {}))
             self._take_back()
+        for follow_up in self._optimizer_load_state_dict_post_hooks.values():
+            follow_up(self)
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
         """The parameter of each number in the state dict, if the whole of it fits."""
@@ -396,6 +401,11 @@ class HybridDeviceOptimizer(Optimizer):
         raise errors.UnsupportedError(what, seen=type(self), required=required, rule="OPT-46")
 
 
+def _tensor_of(member: Any) -> Any:
+    """The parameter of a group's member, which may be a (name, parameter) pair."""
+    return member[1] if isinstance(member, tuple) else member
+
+
 def _checked_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """The user's groups, as the very dicts that were given, each with a list of leaf tensors (OPT-40)."""
     if isinstance(params, torch.Tensor):
@@ -408,7 +418,7 @@ def _checked_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
         members = group["params"]
         group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
         for member in group["params"]:
-            parameter = member[1] if isinstance(member, tuple) else member
+            parameter = _tensor_of(member)
             if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf:
                 seen = "a non-leaf tensor" if isinstance(parameter, torch.Tensor) else parameter
                 raise errors.OptimizerInputError("parameter", seen=seen, required="a leaf tensor", rule="OPT-40")

@@ -145,12 +145,16 @@ class OptimizerSettings:
         return MASTER_BYTES if self.has_master(parameter) else parameter.weight_bytes
 
 
+DEFAULT_SETTINGS = OptimizerSettings()
+"""The optimizer's own defaults."""
+
+
 def predict(
     parameters: Iterable[Parameter],
     fraction: object,
     *,
     partition: str = "greedy",
-    settings: OptimizerSettings = OptimizerSettings(),
+    settings: OptimizerSettings = DEFAULT_SETTINGS,
 ) -> OptimizerMemory:
     """Return the bytes of a training whose optimizer keeps a fraction of its states on the host.
 

@@ -394,8 +394,9 @@ def _called_by_autograd() -> bool:
 
 
 def _over(block: Block, tensor: torch.Tensor) -> torch.Tensor:
-    typed = block.flat.view(tensor.dtype)
-    return typed.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    with torch.inference_mode(mode=False):  # the work may run when the program has left its inference mode
+        typed = block.flat.view(tensor.dtype)
+        return typed.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:

@@ -130,7 +130,9 @@ class Memory:
         memory = _aligned(nbytes)
         self._count += 1
         site = call_site()
-        block = Block(self._count, space, nbytes, memory, stream, site, torch.from_numpy(memory))
+        with torch.inference_mode(mode=False):
+            flat = torch.from_numpy(memory)
+        block = Block(self._count, space, nbytes, memory, stream, site, flat)
         self._ledger(space).add(nbytes)
         if space is DEVICE:
             self._return_reclaims()

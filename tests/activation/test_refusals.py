@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -198,3 +199,14 @@ def test_inside_context_is_never_true() -> None:
         context, _ = get_cpu_offload_context(True, 1, 2)
         with context:
             assert context.inside_context is False
+
+
+@pytest.mark.requirement("ACT-31")
+def test_a_copy_of_a_layer_is_no_layer(machine: Machine) -> None:
+    """A model that is copied under offloading runs as an ordinary model: its copied hooks do nothing."""
+    with machine.run():
+        layers = build(["tanh", "tanh"], 8, machine.device)
+        with offload_layers(layers, 1, min_offload_bytes=0) as offload:
+            copied = copy.deepcopy(layers)
+            run_layers(copied, batch(0, 6, 8, machine.device)).backward()
+        assert offload.stats.copies_to_host == 0

@@ -230,3 +230,21 @@ def test_the_object_itself_cannot_be_copied() -> None:
         for attempt in (pickle.dumps, copy.deepcopy):
             with pytest.raises(UnsupportedError, match="state_dict"):
                 attempt(optimizer)
+
+
+@pytest.mark.requirement("OPT-30")
+def test_named_parameters_and_hooks_work_as_in_torch() -> None:
+    """Names are in the groups, and hooks of step, saving and loading run, in order."""
+    with Simulator(device_type="cuda"):
+        layer = nn.Linear(2, 2).to("cuda")
+        optimizer = HybridDeviceOptimizer(layer.named_parameters(), 0.5)
+        seen: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before step"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after step"))
+        optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before load"))
+        optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after load"))
+        layer(torch.ones(1, 2, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert seen == ["before step", "after step", "before load", "after load"]
+        assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]

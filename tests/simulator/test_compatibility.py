@@ -356,3 +356,14 @@ def test_another_device_type() -> None:
         assert (x.device.type, torch.accelerator.current_accelerator()) == ("xpu", torch.device("xpu"))
         assert x.cpu().tolist() == [2.0] * 3
     simulator.assert_race_free()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_inference_mode_may_end_before_the_work_does(schedule: str) -> None:
+    """Work that was enqueued in inference mode runs after it, too."""
+    with Simulator(schedule=SCHEDULES[schedule](), device_type="cuda"):
+        with torch.inference_mode():
+            x = torch.ones(3, device="cuda") * 2
+        y = torch.ones(3, device="cuda") * 3
+        assert (x.cpu().tolist(), y.cpu().tolist()) == ([2.0] * 3, [3.0] * 3)
