@@ -46,7 +46,11 @@ Fraction = Annotated[
 Partition = Annotated[str, typer.Option(help="greedy: whole parameters, as Megatron; exact: one is split.")]
 Device = Annotated[str, typer.Option(help="auto (an accelerator if there is one), simulated, or a device type.")]
 Schedule = Annotated[
-    str | None, typer.Option(help="How the simulator runs streams: eager, lazy, starve:NAME.", show_default="lazy")
+    str | None,
+    typer.Option(
+        help="How late simulated streams run: eager (at once), lazy (last), starve:NAME (default, stream1, ...).",
+        show_default="lazy",
+    ),
 ]
 Steps = Annotated[int, typer.Option(help="Training steps.")]
 Hidden = Annotated[int, typer.Option(help="Width of the model.")]

@@ -63,9 +63,20 @@ class DemoReport:
         return [f"{name}: {race}" for name, run in self.runs.items() for race in run.races or ()]
 
     @property
+    def diverged(self) -> list[str]:
+        """The runs with a loss that is no finite number."""
+        return [name for name, run in self.runs.items() if not torch.isfinite(run.losses).all()]
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the settings offload anything."""
+        return self.settings.offloaded_layers > 0 or self.settings.host_fraction > 0
+
+    @property
     def failures(self) -> list[str]:
         """Why the demo failed, one line each; empty if it passed."""
         wrong = [describe_failure(each) for each in self.comparisons.values() if not each.passed]
+        wrong += [f"{name}: a loss is no finite number, which proves nothing" for name in self.diverged]
         return wrong + ([f"{len(self.races)} race(s) found"] if self.races else [])
 
     def as_json(self) -> dict[str, Any]:

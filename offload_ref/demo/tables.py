@@ -114,6 +114,7 @@ FIGURES: dict[str, Callable[[RunRecord, int], str]] = {
 def notes(report: DemoReport) -> Iterator[str]:
     """Yield what the tables cannot say: where the peak lies, why a difference is there, what failed."""
     peaks = report.memory
+    yield "The baseline of the memory table is plain; copies include batches, losses and first-step set-up."
     yield (
         f"Predicted peak: at the {peaks.predicted_at}, with {peaks.states_moved:,} bytes of states "
         f"on the host and {peaks.activations_moved:,} bytes of activations away."
@@ -124,4 +125,4 @@ def notes(report: DemoReport) -> Iterator[str]:
     yield from report.races
     yield from (f"FAILED: {failure}" for failure in report.failures)
     if not report.failures:
-        yield "Passed: offloading changed nothing."
+        yield "Passed: offloading changed nothing." if report.offloads else "Passed, but nothing was offloaded."

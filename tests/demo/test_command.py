@@ -271,3 +271,20 @@ def test_help_loads_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--offload-layers" in done.stdout
+
+
+def test_a_run_that_diverges_proves_nothing(demo: Demo, capsys: pytest.CaptureFixture[str]) -> None:
+    """Losses that are no numbers are equal bit by bit, and still fail the demo."""
+    code, report = demo("--learning-rate", "1e9", "--steps", "4")
+    assert code == 1
+    assert report["passed"] is False
+    assert "no finite number" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_that_offloads_nothing_says_so(demo: Demo, capsys: pytest.CaptureFixture[str]) -> None:
+    """The verdict does not claim what was not tried."""
+    code, _report = demo("--offload-layers", "0", "--fraction", "0")
+    assert code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "nothing was offloaded" in said
+    assert "offloading changed nothing" not in said

@@ -16,9 +16,12 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("program", blocks("python"), ids=lambda program: program.splitlines()[1])
-def test_programs_run(program: str) -> None:
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_programs_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each runs without a race on a simulated device; one that brings its own simulator uses that."""
+    program = blocks("python")[number]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "example.py").write_text(blocks("python")[0], encoding="utf-8")
     code = compile(program, "README.md", "exec")
     if "Simulator(" in program:
         exec(code, {"__name__": "readme"})  # noqa: S102 - the README is our own
