@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_ref import errors
+from offload_ref.errors import require
 from offload_ref.host_memory import PinnedPool
 from offload_ref.saved_tensor import ActivationStats, ForwardPass, Handle, HostCopy, Link, View, packed_view, version_of
 from offload_ref.schedule import Schedule
@@ -70,14 +71,14 @@ class ActivationOffload:
         self.schedule = Schedule(num_layers, model_layers)
         _refuse("double_buffering", double_buffering)
         _refuse("offload_weights", offload_weights)
-        if self.schedule.num_layers > 0 and not torch.accelerator.is_available():
-            required = "an accelerator, or an active offload_ref.simulator.Simulator"
-            raise errors.NoAcceleratorError("activation offloading", seen=None, required=required, rule="ACT-16")
-        if type(min_offload_bytes) is not int or min_offload_bytes < 0:
-            required = "a whole number of bytes, at least 0"
-            raise errors.OffloadValueError(
-                "min_offload_bytes", seen=min_offload_bytes, required=required, rule="ACT-10"
-            )
+        usable = self.schedule.num_layers == 0 or torch.accelerator.is_available()
+        required = "an accelerator, or an active offload_ref.simulator.Simulator"
+        require(usable, errors.NoAcceleratorError, "activation offloading", None, required, "ACT-16")
+        fits, required = (
+            type(min_offload_bytes) is int and min_offload_bytes >= 0,
+            "a whole number of bytes, at least 0",
+        )
+        require(fits, errors.OffloadValueError, "min_offload_bytes", min_offload_bytes, required, "ACT-10")
         self.min_offload_bytes = min_offload_bytes
         self.pool = PinnedPool(retain=retain_pinned_cpu_buffers)
         self.stats = ActivationStats()
@@ -106,9 +107,8 @@ class ActivationOffload:
         if not self._records():
             yield
             return
-        if not 0 <= layer < self.schedule.model_layers:
-            required = f"a layer in [0, {self.schedule.model_layers})"
-            raise errors.LayerCountError("layer entered", seen=layer, required=required, rule="ACT-6")
+        fits, required = 0 <= layer < self.schedule.model_layers, f"a layer in [0, {self.schedule.model_layers})"
+        require(fits, errors.LayerCountError, "layer entered", layer, required, "ACT-6")
         if self._current is None or layer <= self._current.entered:
             self.reset()
             self._current = ForwardPass(self.schedule)
@@ -220,23 +220,18 @@ def _mark_of(tensor: torch.Tensor) -> str | None:
 
 
 def _refuse(option: str, value: object) -> None:
-    if value:
-        raise errors.UnsupportedError(option, seen=value, required="False in this version", rule="ACT-17")
+    require(not value, errors.UnsupportedError, option, value, "False in this version", "ACT-17")
 
 
 def _refuse_compositions() -> None:
     """Refuse what this version would do wrongly: checkpointed layers, and capture of a device graph."""
-    top_hooks: tuple[object, object] | None = torch._C._autograd._top_saved_tensors_default_hooks(
-        False
-    )  # no public name tells
-    if torch._C._current_graph_task_id() != -1 or (
-        top_hooks is not None and top_hooks[0].__module__ == "torch.utils.checkpoint"
-    ):
-        required = "no checkpoint around an offloaded layer"
-        raise errors.UnsupportedError("activation checkpointing", seen="a checkpoint", required=required, rule="ACT-17")
-    if _is_capturing():
-        required = "no capture during an offloaded forward"
-        raise errors.UnsupportedError("device graphs", seen="a capture", required=required, rule="ACT-17")
+    top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # no public name tells
+    in_backward = torch._C._current_graph_task_id() != -1
+    checkpointed = in_backward or (top_hooks is not None and top_hooks[0].__module__ == "torch.utils.checkpoint")
+    required = "no checkpoint around an offloaded layer"
+    require(not checkpointed, errors.UnsupportedError, "activation checkpointing", "a checkpoint", required, "ACT-17")
+    required = "no capture during an offloaded forward"
+    require(not _is_capturing(), errors.UnsupportedError, "device graphs", "a capture", required, "ACT-17")
 
 
 def _is_capturing() -> bool:
@@ -256,8 +251,8 @@ def offload_layers(layers: Iterable[torch.nn.Module], num_layers: int, **options
     """
     modules = list(layers)
     for module in modules:
-        if not isinstance(module, torch.nn.Module):
-            raise errors.OffloadTypeError("layers", seen=module, required="torch.nn.Module objects", rule="ACT-1")
+        fits = isinstance(module, torch.nn.Module)
+        require(fits, errors.OffloadTypeError, "layers", module, "torch.nn.Module objects", "ACT-1")
     offload = ActivationOffload(num_layers, len(modules), **options)
     with ExitStack() as stack:
         stack.callback(offload.reset)
@@ -359,9 +354,8 @@ def get_cpu_offload_context(
     count; a forward that stops early calls ``context.reset()``. Buffers of modules are not known here,
     parameters are. ``min_offload_bytes`` is our own addition. Raises what ActivationOffload raises.
     """
-    if enabled and not offload_activations:
-        required = "True: activations are what this version offloads"
-        raise errors.UnsupportedError("offload_activations", seen=False, required=required, rule="ACT-17")
+    fits, required = offload_activations or not enabled, "True: activations are what this version offloads"
+    require(fits, errors.UnsupportedError, "offload_activations", offload_activations, required, "ACT-17")
     options = {
         "min_offload_bytes": min_offload_bytes,
         "double_buffering": double_buffering,

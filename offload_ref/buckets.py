@@ -196,13 +196,16 @@ class Bucket:
         # RECORD
         self.copied = stream.record_event()
 
-    def step(self) -> None:
-        """Step each unit that has a gradient; the others are left alone (OPT-11)."""
-        for unit, gradient in self._gradients_to_step():
-            unit.working.grad = None if gradient is None else gradient.to(unit.dtype)
-        self.optimizer.step()
-        for unit in self.units:
-            unit.working.grad = None
+    def step(self, begun: list[Bucket]) -> None:
+        """Step each unit that has a gradient, the others are left alone (OPT-11); tell when it begins."""
+        try:
+            for unit, gradient in self._gradients_to_step():
+                unit.working.grad = None if gradient is None else gradient.to(unit.dtype)
+            begun.append(self)
+            self.optimizer.step()
+        finally:
+            for unit in self.units:
+                unit.working.grad = None
 
     def _gradients_to_step(self) -> Iterator[tuple[Unit, torch.Tensor | None]]:
         for i, unit in enumerate(self.units):
@@ -221,15 +224,15 @@ class Bucket:
         if self.copied is not None:
             self.copied.synchronize()
 
-    def step_in_place(self) -> None:
+    def step_in_place(self, begun: list[Bucket]) -> None:
         """Step units that do not cross, and round their masters into their weights (OPT-20)."""
-        self.step()
+        self.step(begun)
         for unit in self.units:
             if unit.has_master and gradient_of(unit.parameter) is not None:
                 unit.weight().copy_(unit.working)
 
-    def copy_weights(self, stream: torch.Stream) -> torch.Event:
-        """Start the weights' way to the device, on ``stream``; the event tells when they are there.
+    def copy_weights(self, stream: torch.Stream) -> None:
+        """Start the weights' way to the device, on ``stream``.
 
         Nothing is left to wait for: the host has seen the device finish with the old weights (ORD-14), and
         with the staging tensors (ORD-13), before it stepped.
@@ -242,8 +245,6 @@ class Bucket:
                 departure.copy_(unit.working)
             with stream:
                 unit.weight().copy_(departure, non_blocking=True)
-        # RECORD
-        return stream.record_event()
 
 
 def bind_host_copies(units: Sequence[Unit], *, pin: bool) -> list[torch.Tensor]:

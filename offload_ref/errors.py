@@ -19,6 +19,12 @@ class OffloadError(Exception):
         self.rule = rule
 
 
+def require(fits: bool, reason: type[OffloadError], what: str, seen: object, required: str, rule: str) -> None:
+    """Raise ``reason`` unless the value fits."""
+    if not fits:
+        raise reason(what, seen=seen, required=required, rule=rule)
+
+
 class OffloadValueError(OffloadError, ValueError):
     """A value is outside what its requirement admits."""
 
@@ -65,6 +71,22 @@ class SparseGradientError(OffloadError, RuntimeError):
 
 class StateDictError(OffloadValueError):
     """A state dict does not fit the optimizer's groups and parameters."""
+
+
+class PartialStepError(OffloadError, RuntimeError):
+    """A step failed when some parameters had been stepped already; the failure is its cause.
+
+    Attributes:
+        stepped: the parameters that have made the step.
+        in_doubt: the parameters that were being stepped; all others are as they were.
+    """
+
+    stepped: tuple[object, ...] = ()
+    in_doubt: tuple[object, ...] = ()
+
+
+class PartialLoadError(OffloadError, RuntimeError):
+    """A load failed when some states had been replaced already; the failure is its cause."""
 
 
 class NoAcceleratorError(OffloadError, RuntimeError):

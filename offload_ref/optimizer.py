@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from offload_ref import errors
 from offload_ref.buckets import Bucket, Unit, bind_host_copies, gradient_of, is_dense
+from offload_ref.errors import require
 from offload_ref.partition import MODES, Share, check_fraction, into_runs
 from offload_ref.partition import partition as divide
 
@@ -110,24 +111,22 @@ class HybridDeviceOptimizer(Optimizer):
     # Construction
 
     def _check_modes(self) -> None:
-        if self.step_on != "host":
-            required = "'host' in this version"
-            raise errors.UnsupportedError("step_on", seen=self.step_on, required=required, rule="OPT-43")
-        if self.partition not in MODES:
-            required = f"one of {', '.join(MODES)}"
-            raise errors.PartitionModeError("partition", seen=self.partition, required=required, rule="OPT-42")
+        fits = self.step_on == "host"
+        require(fits, errors.UnsupportedError, "step_on", self.step_on, "'host' in this version", "OPT-43")
+        fits, required = self.partition in MODES, f"one of {', '.join(MODES)}"
+        require(fits, errors.PartitionModeError, "partition", self.partition, required, "OPT-42")
         if self.partition == "exact" and not self.elementwise:
             for cls in (self.cpu_optimizer_cls, self.gpu_optimizer_cls):
                 self._check_elementwise(cls)
-        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
-            required = "a whole number of bytes, at least 1"
-            raise errors.OptimizerInputError("bucket_bytes", seen=self.bucket_bytes, required=required, rule="OPT-40")
+        fits, required = type(self.bucket_bytes) is int and self.bucket_bytes >= 1, "a whole number, at least 1"
+        require(fits, errors.OptimizerInputError, "bucket_bytes", self.bucket_bytes, required, "OPT-40")
 
     def _check_elementwise(self, cls: OptimizerClass) -> None:
-        of_torch = getattr(cls, "__module__", "").startswith("torch.optim")
-        if self.elementwise is False or not (of_torch and getattr(cls, "__name__", "") in ELEMENTWISE):
-            required = f"one of {', '.join(sorted(ELEMENTWISE))}, or elementwise=True"
-            raise errors.PartitionModeError("class for partition='exact'", seen=cls, required=required, rule="OPT-42")
+        listed = (
+            getattr(cls, "__module__", "").startswith("torch.optim") and getattr(cls, "__name__", "") in ELEMENTWISE
+        )
+        fits, required = listed and self.elementwise is not False, f"one of {sorted(ELEMENTWISE)}, or elementwise=True"
+        require(fits, errors.PartitionModeError, "class for partition='exact'", cls, required, "OPT-42")
 
     def _hyperparameters(self, keywords: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
         """The classes' own defaults with the keywords over them; refuses a keyword that neither knows."""
@@ -139,9 +138,9 @@ class HybridDeviceOptimizer(Optimizer):
         defaults = {"bias_correction": True, **on_host.defaults, **on_device.defaults}
         known = frozenset().union(*(_keywords_of(cls, keywords) for cls in classes))
         for name, value in keywords.items():
-            if name not in known and (name not in defaults or defaults[name] != value):
-                seen, required = f"{name}={value!r}", "a keyword of the optimizer classes"
-                raise errors.OffloadTypeError("optimizer keyword", seen=seen, required=required, rule="OPT-15")
+            fits = name in known or (name in defaults and defaults[name] == value)
+            seen, required = f"{name}={value!r}", "a keyword of the optimizer classes"
+            require(fits, errors.OffloadTypeError, "optimizer keyword", seen, required, "OPT-15")
         return {**on_host.defaults, **on_device.defaults, **keywords}
 
     def _known_to(self, cls: OptimizerClass) -> dict[str, Any]:
@@ -205,10 +204,10 @@ class HybridDeviceOptimizer(Optimizer):
                 unit.bind(None)
             if units:
                 self.buckets.append(self._bucket(units, cls, []))
-        for unit in fresh:
-            unit.note_weight()
 
     def _bucket(self, units: list[Unit], cls: OptimizerClass, staging: list[torch.Tensor]) -> Bucket:
+        for unit in units:
+            unit.note_weight()
         numbers = sorted({unit.group for unit in units})
         groups = [
             {**self._hyperparameters_of(n), "params": [u.working for u in units if u.group == n]} for n in numbers
@@ -228,6 +227,11 @@ class HybridDeviceOptimizer(Optimizer):
 
         Returns:
             What the closure returns.
+
+        Raises:
+            SparseGradientError: a gradient is sparse (OPT-45).
+            PartialStepError: the step failed when parameters had been stepped already; any other error of a
+                step, and of the closure, leaves everything as it was (OPT-47).
         """
         result = None
         if closure is not None:
@@ -244,32 +248,42 @@ class HybridDeviceOptimizer(Optimizer):
     def _check_gradients(self) -> None:
         for unit in self.units:
             gradient = gradient_of(unit.parameter)
-            if gradient is not None and gradient.layout is not torch.strided:
-                required = "dense gradients"
-                raise errors.SparseGradientError("gradient", seen=gradient.layout, required=required, rule="OPT-45")
+            if gradient is not None:
+                fits = gradient.layout is torch.strided
+                require(fits, errors.SparseGradientError, "gradient", gradient.layout, "dense gradients", "OPT-45")
 
     def _step_buckets(self, buckets: list[Bucket]) -> None:
         crossing = [bucket for bucket in buckets if bucket.crosses]
         staying = [bucket for bucket in buckets if not bucket.crosses]
-        if not crossing:
-            _step_in_place(staying)
-            return
+        begun: list[Bucket] = []
+        try:
+            if crossing:
+                self._step_both_sides(staying, crossing, begun)
+            else:
+                _step_in_place(staying, begun)
+        except Exception as failure:
+            if begun:  # OPT-47
+                raise _partial_step(begun, failure) from failure
+            raise
+
+    def _step_both_sides(self, staying: list[Bucket], crossing: list[Bucket], begun: list[Bucket]) -> None:
         compute, d2h, h2d = self._compute_and_side_streams(crossing[0].units[0].parameter.device)
-        begun = compute.record_event()
-        # COPY gradients to the host
-        for bucket in crossing:
-            bucket.copy_gradients(d2h, begun)
-        # STEP the device share beside the copies
-        _step_in_place(staying)
-        # STEP the host share bucket by bucket, COPY its weights back
-        returned = []
-        for bucket in crossing:
-            bucket.wait_for_host()
-            bucket.step()
-            returned.append(bucket.copy_weights(h2d))
-        # WAIT
-        for event in returned:
-            compute.wait_event(event)  # ORD-15
+        ready = compute.record_event()
+        try:
+            # COPY gradients to the host
+            for bucket in crossing:
+                bucket.copy_gradients(d2h, ready)
+            # STEP the device share beside the copies
+            _step_in_place(staying, begun)
+            # STEP the host share bucket by bucket, COPY its weights back
+            for bucket in crossing:
+                bucket.wait_for_host()
+                bucket.step(begun)
+                bucket.copy_weights(h2d)
+        finally:
+            # WAIT
+            for side in (d2h, h2d):
+                compute.wait_event(side.record_event())  # ORD-15
 
     def _compute_and_side_streams(self, device: torch.device) -> tuple[torch.Stream, torch.Stream, torch.Stream]:
         """The current stream and one per direction; without overlap all three are the current one."""
@@ -344,33 +358,43 @@ class HybridDeviceOptimizer(Optimizer):
 
         Raises:
             StateDictError: groups, sizes or shapes do not fit; nothing has changed then (OPT-32).
+            PartialLoadError: the load failed when states had been replaced already; any other error leaves
+                everything as it was (OPT-47).
         """
         for prepare in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = prepare(self, state_dict) or state_dict
         parameters = self._check_state_dict(state_dict)
-        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: deepcopy(v) for k, v in loaded.items() if k not in NOT_HYPERPARAMETERS})
+        groups = deepcopy(state_dict["param_groups"])
         states = {parameters[number]: state for number, state in state_dict["state"].items()}
         with torch.no_grad():
             self._fill_buckets(lambda unit: unit.parameter in states)
-            self.state.clear()
-            for unit, own in self._bound_units():
-                self._load_unit(unit, own, states.get(unit.parameter, {}))
-            self._take_back()
+            try:
+                self._replace(groups, states)
+            except Exception as failure:
+                seen, required = f"{len(self.state)} parameters loaded", f"all {len(states)}"
+                raise errors.PartialLoadError("load", seen=seen, required=required, rule="OPT-47") from failure
         for follow_up in self._optimizer_load_state_dict_post_hooks.values():
             follow_up(self)
 
+    def _replace(self, groups: list[dict[str, Any]], states: dict[torch.Tensor, Any]) -> None:
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update({name: value for name, value in loaded.items() if name not in NOT_HYPERPARAMETERS})
+        self.state.clear()
+        for unit, own in self._bound_units():
+            self._load_unit(unit, own, states.get(unit.parameter, {}))
+        self._take_back()
+
     def _check_state_dict(self, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
         """The parameter of each number in the state dict, if the whole of it fits."""
-        _require({"state", "param_groups"} <= set(state_dict), "keys", sorted(state_dict), "state and param_groups")
+        _fits({"state", "param_groups"} <= set(state_dict), "keys", sorted(state_dict), "state and param_groups")
         ours = [len(group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in state_dict["param_groups"]]
-        _require(theirs == ours, "parameters in each group", theirs, str(ours))
+        _fits(theirs == ours, "parameters in each group", theirs, str(ours))
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         listed = [p for group in self.param_groups for p in group["params"]]
         parameters = dict(zip(numbers, listed, strict=True))
         for number, state in state_dict["state"].items():
-            _require(number in parameters, "parameter number", number, f"one of {numbers}")
+            _fits(number in parameters, "parameter number", number, f"one of {numbers}")
             for name, value in state.items():
                 self._check_shape(f"{name} of parameter {number}", value, parameters[number])
         return parameters
@@ -382,7 +406,7 @@ class HybridDeviceOptimizer(Optimizer):
         classes = (self.cpu_optimizer_cls, self.gpu_optimizer_cls)
         elementwise = any(getattr(cls, "__name__", "") in ELEMENTWISE for cls in classes)
         fits = not elementwise and not name.startswith(MASTER_KEY)
-        _require(fits, f"shape of {name}", tuple(value.shape), str(tuple(parameter.shape)))
+        _fits(fits, f"shape of {name}", tuple(value.shape), str(tuple(parameter.shape)))
 
     def _load_unit(self, unit: Unit, states: dict[torch.Tensor, Any], state: dict[str, Any]) -> None:
         group = self.param_groups[unit.group]
@@ -408,20 +432,20 @@ def _tensor_of(member: Any) -> Any:
 
 def _checked_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """The user's groups, as the very dicts that were given, each with a list of leaf tensors (OPT-40)."""
-    if isinstance(params, torch.Tensor):
-        raise errors.OptimizerInputError("params", seen=type(params), required="an iterable of tensors", rule="OPT-40")
+    fits, required = not isinstance(params, torch.Tensor), "an iterable of tensors"
+    require(fits, errors.OptimizerInputError, "params", type(params), required, "OPT-40")
     listed = list(params)
-    if not listed:
-        raise errors.OptimizerInputError("params", seen=[], required="at least one parameter or group", rule="OPT-40")
+    require(bool(listed), errors.OptimizerInputError, "params", [], "at least one parameter or group", "OPT-40")
     groups = listed if isinstance(listed[0], dict) else [{"params": listed}]
     for group in groups:
         members = group["params"]
         group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
         for member in group["params"]:
             parameter = _tensor_of(member)
-            if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf:
-                seen = "a non-leaf tensor" if isinstance(parameter, torch.Tensor) else parameter
-                raise errors.OptimizerInputError("parameter", seen=seen, required="a leaf tensor", rule="OPT-40")
+            is_tensor = isinstance(parameter, torch.Tensor)
+            seen = "a non-leaf tensor" if is_tensor else parameter
+            fits = is_tensor and parameter.is_leaf
+            require(fits, errors.OptimizerInputError, "parameter", seen, "a leaf tensor", "OPT-40")
     return groups
 
 
@@ -477,11 +501,20 @@ def _placed(name: str, value: Any, unit: Unit, on_device_step: bool) -> Any:
     return part.detach().to(device=unit.working.device, dtype=dtype, copy=True)
 
 
-def _step_in_place(buckets: list[Bucket]) -> None:
+def _step_in_place(buckets: list[Bucket], begun: list[Bucket]) -> None:
     for bucket in buckets:
-        bucket.step_in_place()
+        bucket.step_in_place(begun)
 
 
-def _require(fits: bool, what: str, seen: object, required: str) -> None:
-    if not fits:
-        raise errors.StateDictError(f"state_dict: {what}", seen=seen, required=required, rule="OPT-32")
+def _partial_step(begun: list[Bucket], failure: Exception) -> errors.PartialStepError:
+    """The error that says which parameters have been stepped when the last of the buckets failed."""
+    *done, last = [[unit.parameter for unit in bucket.units] for bucket in begun]
+    stepped = tuple(parameter for parameters in done for parameter in parameters)
+    seen = f"{failure!r} after {len(stepped)} parameters were stepped, {len(last)} are in doubt"
+    error = errors.PartialStepError("step", seen=seen, required="a step that ends", rule="OPT-47")
+    error.stepped, error.in_doubt = stepped, tuple(last)
+    return error
+
+
+def _fits(fits: bool, what: str, seen: object, required: str) -> None:
+    require(fits, errors.StateDictError, f"state_dict: {what}", seen, required, "OPT-32")

@@ -22,8 +22,8 @@ __all__ = ["MODES", "Share", "check_fraction", "exact", "greedy", "into_runs", "
 class Share:
     """How one parameter divides: elements [0, host_elements) on the host, the rest on the device.
 
-    Exactly one of ``whole_host``, ``whole_device`` and ``split`` is true. A parameter without elements has
-    no count that could tell its side, so ``empty_on_host`` does.
+    What is neither ``whole_host`` nor ``split`` is the device's. A parameter without elements has no count
+    that could tell its side, so ``empty_on_host`` does.
     """
 
     host_elements: int
@@ -39,11 +39,6 @@ class Share:
     def whole_host(self) -> bool:
         """Whether every element is the host's."""
         return self.host_elements == self.numel if self.numel else self.empty_on_host
-
-    @property
-    def whole_device(self) -> bool:
-        """Whether every element is the device's."""
-        return self.host_elements == 0 and not self.whole_host
 
     @property
     def split(self) -> bool:

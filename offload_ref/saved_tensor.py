@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from offload_ref.errors import InPlaceEditError, LayerCountError
+from offload_ref.errors import InPlaceEditError, LayerCountError, require
 from offload_ref.host_memory import HostBuffer, PinnedPool
 from offload_ref.schedule import Schedule
 
@@ -263,13 +263,10 @@ class Handle:
         """The saved tensor; any number of times (ACT-23)."""
         self.forward.enter_backward(self.layer)
         if version_of(self.alias) != self.version:  # ACT-24
-            what = self.view or View.of(self.alias)
-            raise InPlaceEditError(
-                f"saved tensor of layer {self.layer} ({what.dtype}, shape {what.size}) was modified in place",
-                seen=f"version {self.alias._version}",
-                required=f"version {self.version}",
-                rule="ACT-24",
-            )
+            view = self.view or View.of(self.alias)
+            what = f"saved tensor of layer {self.layer} ({view.dtype}, shape {view.size}) was modified in place"
+            seen, required = f"version {self.alias._version}", f"version {self.version}"
+            raise InPlaceEditError(what, seen=seen, required=required, rule="ACT-24")
         if self.copy is None or self.view is None:
             return self.alias
         return self.copy.read(self.view)
@@ -321,13 +318,9 @@ class ForwardPass:
 
     def _check_layers_met(self) -> None:
         declared = self.schedule.model_layers
-        if self.layers_met is not None and self.layers_met < declared:  # ACT-6
-            raise LayerCountError(
-                "layers met before backward (a forward that stops early calls context.reset())",
-                seen=self.layers_met,
-                required=f"{declared}, as declared",
-                rule="ACT-6",
-            )
+        fits = self.layers_met is None or self.layers_met >= declared
+        what = "layers met before backward (a forward that stops early calls context.reset())"
+        require(fits, LayerCountError, what, self.layers_met, f"{declared}, as declared", "ACT-6")
 
     def copies_of(self, layer: int) -> Iterator[HostCopy]:
         """The layer's copies that are still alive; one shared with a later layer counts there."""

@@ -9,22 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import index
-from typing import Literal
 
-from offload_ref.errors import LayerCountError
+from offload_ref.errors import LayerCountError, require
 
-__all__ = ["Event", "Schedule", "check_num_layers", "events"]
-
-Kind = Literal["release", "forward", "leave", "reload", "backward"]
-"""What an event says of its layer; all but ``leave`` name a moment just before or at a layer's compute."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One moment of a training step: what happens, and to which layer (counted from 0)."""
-
-    kind: Kind
-    layer: int
+__all__ = ["Schedule", "check_num_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +32,6 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_num_layers(self.num_layers, self.model_layers)
-
-    @property
-    def most_resident_layers(self) -> int:
-        """Most layers whose activations are on the device at once, the running layer included: L-K."""
-        return self.model_layers - self.num_layers
 
     def offloads(self, layer: int) -> bool:
         """Return whether the layer's activations leave the device."""
@@ -72,32 +55,10 @@ def check_num_layers(num_layers: object, model_layers: object) -> None:
         LayerCountError: L is no whole number of at least 1, or K no whole number in [0, L).
     """
     model, offloaded = _whole_number(model_layers), _whole_number(num_layers)
-    if model is None or model < 1:
-        raise LayerCountError("model layers", seen=model_layers, required="at least 1", rule="ACT-5")
-    if offloaded is None or not 0 <= offloaded < model:  # ACT-5
-        raise LayerCountError(
-            "offloaded layers", seen=num_layers, required=f"a whole number in [0, {model})", rule="ACT-5"
-        )
-
-
-def events(num_layers: int, model_layers: int) -> list[Event]:
-    """Return the events of one forward and backward pass in the order in which the host issues them.
-
-    ``release`` and ``reload`` come just before the compute of the layer that triggers them; ``leave`` stands
-    after the forward of its own layer, whose copies have been issued one by one while it ran.
-    """
-    schedule = Schedule(num_layers, model_layers)
-    order: list[Event] = []
-    for layer in range(model_layers):
-        released = schedule.released_when_entering(layer)
-        order += [] if released is None else [Event("release", released)]
-        order += [Event("forward", layer)]
-        order += [Event("leave", layer)] if schedule.offloads(layer) else []
-    for layer in reversed(range(model_layers)):
-        due = schedule.due_back_when_backward_of(layer)
-        order += [] if due is None else [Event("reload", due)]
-        order += [Event("backward", layer)]
-    return order
+    known = model is not None and model >= 1
+    require(known, LayerCountError, "model layers", model_layers, "at least 1", "ACT-5")
+    fits = offloaded is not None and 0 <= offloaded < (model or 0)
+    require(fits, LayerCountError, "offloaded layers", num_layers, f"a whole number in [0, {model})", "ACT-5")
 
 
 def _whole_number(value: object) -> int | None:

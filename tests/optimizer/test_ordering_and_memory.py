@@ -18,7 +18,7 @@ from offload_ref.simulator import Lazy, Simulator
 WAITS = {
     "ORD-10": "stream.wait_event(ready)",
     "ORD-11": "self.copied.synchronize()",
-    "ORD-15": "compute.wait_event(event)",
+    "ORD-15": "compute.wait_event(side.record_event())",
 }
 """Rule -> the wait that keeps it, as the source says it."""
 
@@ -90,9 +90,9 @@ def test_a_weight_leaves_after_the_host_has_written_it(monkeypatch: pytest.Monke
         optimizer = offloading(TRAINING, parameters, 1.0, bucket_bytes=1 << 20)
         step = Bucket.step
 
-        def leave_early(bucket: Bucket) -> None:
+        def leave_early(bucket: Bucket, begun: list[Bucket]) -> None:
             bucket.copy_weights(torch.accelerator.current_stream())
-            step(bucket)
+            step(bucket, begun)
 
         monkeypatch.setattr(Bucket, "step", leave_early)
         train(optimizer, parameters)
