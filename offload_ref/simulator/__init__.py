@@ -2,13 +2,15 @@
 
 Inside ``with Simulator() as simulator:`` the name "cuda" (or another) means the simulated device, and code that
 knows nothing of the simulator runs on it. Two oracles judge how the code orders its work: a happens-before detector
-(``simulator.races``), and schedules that run work as late as the program allows over poisoned memory.
+(``simulator.races``, and ``simulator.stale_copies`` for what would be one if it were read), and schedules that run
+work as late as the program allows over poisoned memory.
 
-Reading order: ``core`` (streams, events), ``schedules``, ``races``, ``memory``, ``operators``, ``device``, ``names``,
-``simulator``.
+Reading order: ``core`` (streams, events), ``schedules``, ``races``, ``landings``, ``memory``, ``operators``,
+``device``, ``names``, ``simulator``.
 """
 
 from offload_ref.simulator.errors import NotSimulatedError
+from offload_ref.simulator.landings import StaleCopy
 from offload_ref.simulator.races import Race, RacyAccess
 from offload_ref.simulator.schedules import Eager, Lazy, Schedule, Starve, Tape
 from offload_ref.simulator.simulator import (
@@ -30,6 +32,7 @@ __all__ = [
     "RacyAccess",
     "Schedule",
     "Simulator",
+    "StaleCopy",
     "Starve",
     "Tape",
     "active_simulator",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from offload_ref.simulator.errors import NotSimulatedError
+from offload_ref.simulator.landings import Landing
 from offload_ref.simulator.memory import DEVICE, PINNED, Block
 from offload_ref.simulator.operators import (
     INDEXING,
@@ -182,7 +184,8 @@ class DispatchMode(TorchDispatchMode):
         direction = ("h2d", "d2d")[from_device] if to_device else "d2h"
         self.simulator.copies.count(direction, target.numel() * target.element_size())
         name = f"copy_ ({direction}{', blocking' if blocks_host else ''})"
-        self.simulator.launch(lambda: inner_target.copy_(inner_source), name, (source,), (target,))
+        landing = Landing(weakref.ref(frm)) if frm is not None and to is not None and direction == "d2h" else None
+        self.simulator.launch(lambda: inner_target.copy_(inner_source), name, (source,), (target,), landing)
         if blocks_host:
             self.simulator.machine.current.synchronize()
 

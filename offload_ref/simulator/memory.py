@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from offload_ref.simulator.core import Machine, Stream
-from offload_ref.simulator.races import Access
+from offload_ref.simulator.landings import Landing
+from offload_ref.simulator.races import Access, RacyAccess
 from offload_ref.simulator.sites import Site, call_site
 
 DEVICE, PINNED = "device", "pinned"
@@ -52,6 +53,8 @@ class Block:
         accesses: what the race detector still has to remember.
         hazards: accesses to blocks freed earlier, whose bytes this block may have got.
         victims: bytes of blocks freed earlier, to be poisoned before the first write.
+        landings: what copies to the host have brought here that nobody has read or overwritten.
+        alias: the host's way to the bytes that no operator sees (an array of numpy), if it has one.
     """
 
     number: int
@@ -68,6 +71,8 @@ class Block:
     hazards: dict[tuple[int, str], tuple[Block, Access]] = field(default_factory=dict)
     reuse_checked: set[int] = field(default_factory=set)
     victims: list[Bytes] = field(default_factory=list)
+    landings: list[Landing] = field(default_factory=list)
+    alias: RacyAccess | None = None
 
     def __str__(self) -> str:
         return f"{self.space} block #{self.number} ({self.nbytes} bytes, allocated at {self.site})"
@@ -191,6 +196,9 @@ class Memory:
             return
         block.freed = True
         self._ledger(block.space).subtract(block.nbytes)
+        for landing in block.landings:
+            landing.end()
+        block.landings.clear()
         if block.space is not DEVICE:
             return
         stream = block.stream
@@ -203,6 +211,7 @@ class Memory:
         self._reclaims.append(_Reclaim(positions, stream, block.memory))
         if block.victims:
             self._victims.setdefault(stream, []).extend(block.victims)
+        block.accesses, block.hazards = [], {}  # or each freed block would keep the one before it
 
     def _return_reclaims(self) -> None:
         waiting = []

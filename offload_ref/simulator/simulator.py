@@ -12,6 +12,7 @@ import torch
 
 from offload_ref.simulator.core import HOST, Clock, Machine, Stream, Work, join
 from offload_ref.simulator.device import DispatchMode
+from offload_ref.simulator.landings import Landing, StaleCopy
 from offload_ref.simulator.memory import DEVICE, PINNED, Memory
 from offload_ref.simulator.names import patched_names
 from offload_ref.simulator.races import READ, WRITE, Access, Race, RaceDetector
@@ -98,6 +99,7 @@ class Simulator:
 
     Attributes:
         races: list of Race, empty when every access is ordered.
+        stale_copies: list of StaleCopy, copies to the host that an edit may have spoiled and that nobody has read.
         copies: numbers and bytes of transfers.
         warnings: calls that silently do nothing.
     """
@@ -128,6 +130,15 @@ class Simulator:
     def races(self) -> list[Race]:
         """All races found, in the order found."""
         return self.detector.races
+
+    @property
+    def stale_copies(self) -> list[StaleCopy]:
+        """Copies to the host whose source was edited, perhaps too early, and that nobody has read; no failure.
+
+        One that is read later, by the host or by work on the device, leaves this list and is a race. What is read
+        after the simulator's ``with`` is not seen: a copy listed here then holds values that depend on the schedule.
+        """
+        return self.detector.stale_copies
 
     @property
     def warnings(self) -> list[str]:
@@ -213,15 +224,20 @@ class Simulator:
     # What the mode asks
 
     def launch(
-        self, run: Callable[[], object], name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
+        self,
+        run: Callable[[], object],
+        name: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        landing: Landing | None = None,
     ) -> None:
-        """Enqueue a kernel on the current stream."""
+        """Enqueue a kernel on the current stream; a copy to pinned memory comes with its landing."""
         stream = self.machine.current
         self._kernels += 1
         join(stream.clock, self.machine.host_clock)
         stream.clock[stream.actor] += 1
         site = call_site()
-        self._access(stream.actor, stream.clock, name, reads, writes)
+        self._access(stream.actor, stream.clock, name, reads, writes, landing)
         for tensor in writes:
             block = self.memory.block_of(tensor)
             if block is not None and (poison := self.memory.poison_victims(block)) is not None:
@@ -234,7 +250,9 @@ class Simulator:
         clock[HOST] += 1
         self._access(HOST, clock, name, reads, writes)
 
-    def _access(self, actor: int, clock: Clock, name: str, reads: Any, writes: Any) -> None:
+    def _access(
+        self, actor: int, clock: Clock, name: str, reads: Any, writes: Any, landing: Landing | None = None
+    ) -> None:
         if not self.check:
             return
         site = call_site()
@@ -242,7 +260,7 @@ class Simulator:
             for tensor in tensors:
                 if tensor.layout is torch.strided and (block := self.memory.block_of(tensor)) is not None:
                     low, high, layout = _extent(tensor)
-                    access = Access(actor, clock[actor], kind, low, high, name, site, layout)
+                    access = Access(actor, clock[actor], kind, low, high, name, site, layout, landing)
                     self.detector.access(block, access, clock)
 
 

@@ -11,6 +11,8 @@ from offload_ref.simulator.core import Stream
 from offload_ref.simulator.errors import NotSimulatedError
 from offload_ref.simulator.memory import DEVICE
 from offload_ref.simulator.patching import Patcher, as_method
+from offload_ref.simulator.races import RacyAccess
+from offload_ref.simulator.sites import call_site
 
 if TYPE_CHECKING:
     from offload_ref.simulator.simulator import Simulator
@@ -158,7 +160,11 @@ class _TensorMethods:
                 f"can't convert {self.simulator.device} device type tensor to numpy. "
                 "Use Tensor.cpu() to copy the tensor to host memory first."
             )
-        return self.read_directly["numpy"](self._readable(tensor, "numpy"), force=force)
+        readable = self._readable(tensor, "numpy")
+        block = self.memory.block_of(readable)
+        if block is not None:
+            block.alias = RacyAccess("host", "may read at any time", "numpy", str(call_site()))
+        return self.read_directly["numpy"](readable, force=force)
 
     def tolist(self, tensor: torch.Tensor) -> Any:
         return self.read_directly["tolist"](self._readable(tensor, "tolist"))

@@ -1,0 +1,427 @@
+"""An edit that may come before the copy of the older version: stale while nobody reads the copy, else a race."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import SCHEDULES
+from torch import nn
+
+from offload_ref import offload_layers
+from offload_ref.simulator import Eager, Simulator, StaleCopy
+from offload_ref.simulator.landings import Landing
+from offload_ref.simulator.memory import Block
+from offload_ref.simulator.races import Access
+from offload_ref.simulator.schedules import Schedule
+
+SIZE = 4
+
+
+class Bench:
+    """A device tensor of ones, a pinned buffer twice as long, two side streams, and what the program observes."""
+
+    def __init__(self) -> None:
+        self.compute = torch.accelerator.current_stream()
+        self.d2h, self.h2d = torch.Stream(), torch.Stream()
+        self.source = torch.ones(SIZE, device="cuda") * 1
+        self.buffer = torch.zeros(2 * SIZE).pin_memory()
+        self.host = self.buffer[:SIZE]
+        self.seen: list[torch.Tensor] = []
+
+    def copy(self, host: torch.Tensor | None = None) -> None:
+        """Copy the device tensor to the host behind what compute has now."""
+        self.d2h.wait_stream(self.compute)
+        with self.d2h:
+            (self.host if host is None else host).copy_(self.source, non_blocking=True)
+
+    def edit(self) -> None:
+        """Edit the device tensor without waiting for the copy."""
+        self.source.mul_(2)
+
+    def reload(self, host: torch.Tensor) -> None:
+        """Copy pinned memory back into fresh device memory, behind all earlier copies to the host."""
+        target = torch.zeros(host.shape, device="cuda")
+        self.h2d.wait_stream(self.compute)
+        self.h2d.wait_stream(self.d2h)
+        with self.h2d:
+            target.copy_(host, non_blocking=True)
+        self.seen.append(target)
+
+    def read(self, host: torch.Tensor) -> None:
+        """Read pinned memory on the host once the copies to it are done."""
+        self.d2h.synchronize()
+        self.seen.append(host.clone())
+
+
+def read_by_the_host(bench: Bench, good: bool) -> None:
+    """The host reads the copy, or does not."""
+    bench.copy()
+    bench.edit()
+    if not good:
+        bench.read(bench.host)
+
+
+def reloaded_after_the_edit(bench: Bench, good: bool) -> None:
+    """A copy back reads the copy, or the other half of the buffer."""
+    bench.copy()
+    bench.edit()
+    bench.reload(bench.buffer[SIZE:] if good else bench.host)
+
+
+def reloaded_before_the_edit(bench: Bench, good: bool) -> None:
+    """A copy back is issued before the edit and after the copy, or before both."""
+    if good:
+        bench.reload(bench.host)
+        bench.d2h.wait_stream(bench.h2d)
+    bench.copy()
+    if not good:
+        bench.reload(bench.host)
+    bench.edit()
+
+
+def read_in_part(bench: Bench, good: bool) -> None:
+    """What is read begins at the copy's last element, or right behind it."""
+    bench.copy()
+    bench.edit()
+    bench.read(bench.buffer[SIZE - (not good) : SIZE + 2])
+
+
+def overwritten_by_a_copy_and_read(bench: Bench, good: bool) -> None:
+    """A copy of the edited tensor takes the place of the first, or of half of it."""
+    bench.copy()
+    bench.edit()
+    bench.copy(bench.host if good else bench.buffer[SIZE // 2 :][:SIZE])
+    bench.read(bench.host)
+
+
+def overwritten_by_halves_and_read(bench: Bench, good: bool) -> None:
+    """The host writes the copy's end and its beginning, or twice its end."""
+    bench.copy()
+    bench.edit()
+    bench.d2h.synchronize()
+    bench.host[SIZE // 2 :].fill_(7)
+    bench.host[0 if good else SIZE // 2 :][: SIZE // 2].zero_()
+    bench.read(bench.host)
+
+
+def overwritten_in_place_and_read(bench: Bench, good: bool) -> None:
+    """A write that needs the old values counts as reading them."""
+    bench.copy()
+    bench.edit()
+    bench.d2h.synchronize()
+    if good:
+        bench.host.fill_(7)
+    else:
+        bench.host.add_(7)
+    bench.read(bench.host)
+
+
+def freed(bench: Bench, good: bool) -> None:
+    """The program drops the whole buffer, or keeps a view of it."""
+    host = torch.zeros(SIZE).pin_memory()
+    view = host[:1]
+    bench.copy(host)
+    bench.edit()
+    del host
+    if good:
+        del view
+    else:
+        bench.read(view)
+
+
+def freed_before_the_edit(bench: Bench, good: bool) -> None:
+    """The buffer is dropped before the edit, without or with a read."""
+    host = torch.zeros(SIZE).pin_memory()
+    bench.copy(host)
+    if not good:
+        bench.reload(host)
+    del host
+    bench.edit()
+
+
+def seen_through_an_array(bench: Bench, good: bool) -> None:
+    """An array of numpy over the buffer is read by no operator: it counts as read whenever a copy lands in it."""
+    array = (torch.zeros(SIZE) if good else bench.host).numpy()
+    bench.copy()
+    bench.edit()
+    bench.d2h.synchronize()
+    bench.seen.append(torch.tensor(array.tolist()))
+
+
+def first_of_two_copies_read(bench: Bench, good: bool) -> None:
+    """Two copies of one version by one stream: the second one, unread, does not hide the first."""
+    bench.copy()
+    bench.copy(bench.buffer[SIZE:])
+    bench.edit()
+    if not good:
+        bench.read(bench.host)
+
+
+def first_of_two_copies_read_before_the_second(bench: Bench, good: bool) -> None:
+    """The same, where the first copy has been read before the second is made; good: the edit waits for the first."""
+    bench.copy()
+    copied = bench.d2h.record_event()
+    bench.reload(bench.host)
+    bench.copy(bench.buffer[SIZE:])
+    if good:
+        bench.compute.wait_event(copied)
+    bench.edit()
+
+
+PROGRAMS: list[Callable[[Bench, bool], None]] = [
+    read_by_the_host,
+    reloaded_after_the_edit,
+    reloaded_before_the_edit,
+    read_in_part,
+    overwritten_by_a_copy_and_read,
+    overwritten_by_halves_and_read,
+    overwritten_in_place_and_read,
+    freed,
+    freed_before_the_edit,
+    seen_through_an_array,
+    first_of_two_copies_read,
+    first_of_two_copies_read_before_the_second,
+]
+"""Good: the copy is spoiled and never read. Bad: some of its bytes are read."""
+
+
+def run(program: Callable[[Bench, bool], None], good: bool, schedule: str) -> tuple[list[list[float]], Simulator]:
+    """What the program observes, looked at in the end alone."""
+    with Simulator(schedule=SCHEDULES[schedule](), device_type="cuda") as simulator:
+        bench = Bench()
+        program(bench, good)
+        torch.accelerator.synchronize()
+        return [t.cpu().tolist() for t in bench.seen], simulator
+
+
+@pytest.mark.quick
+@pytest.mark.requirement("ORD-17")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_spoiled_copy_is_stale_until_it_is_read(program: Callable[[Bench, bool], None]) -> None:
+    """Good: no race, a stale copy, one value. Bad: a race that shows by value, and no stale copy of those bytes."""
+    good_values, bad_values = set(), set()
+    for schedule in SCHEDULES:
+        seen, simulator = run(program, True, schedule)
+        simulator.assert_race_free()
+        assert simulator.stale_copies
+        good_values.add(str(seen))
+        seen, simulator = run(program, False, schedule)
+        assert any(race.reader is not None and "edit" in race.second.site for race in simulator.races)
+        bad_values.add(str(seen))
+    assert len(good_values) == 1
+    assert len(bad_values) > 1
+
+
+@pytest.mark.requirement("ORD-17")
+def test_what_is_listed_names_the_copy_the_edit_and_the_bytes() -> None:
+    """A stale copy says who may have spoiled which bytes; the race that it becomes says who has read them."""
+    with Simulator(device_type="cuda") as simulator:
+        bench = Bench()
+        bench.copy(bench.buffer[SIZE:])
+        bench.edit()
+        (stale,) = simulator.stale_copies
+        assert isinstance(stale, StaleCopy)
+        for words in ("stale copy of device block", "stream1 reads in copy_ (d2h)", "default writes in mul_"):
+            assert words in str(stale)
+        assert "unread:  bytes [16, 32) of pinned block" in str(stale)
+        assert "missing: default.wait_event(an event recorded on stream1 after it)" in str(stale)
+        bench.read(bench.buffer)
+    assert simulator.stale_copies == []
+    (race,) = simulator.races
+    assert (race.first, race.second, race.block) == (stale.first, stale.second, stale.block)
+    assert "then:    host reads in clone" in str(race)
+
+
+@pytest.mark.requirement("ORD-17")
+def test_one_stale_copy_read_leaves_another_listed() -> None:
+    """The same lines spoil two copies, and one of them is read: a race, and still a stale copy."""
+    with Simulator(device_type="cuda") as simulator:
+        bench = Bench()
+        for half in bench.buffer.chunk(2):
+            bench.copy(half)
+            bench.edit()
+            bench.compute.wait_stream(bench.d2h)
+        assert len(simulator.stale_copies) == 1
+        bench.read(bench.host)
+        assert len(simulator.races) == len(simulator.stale_copies) == 1
+        bench.read(bench.buffer)
+        assert len(simulator.races) == 1
+        assert simulator.stale_copies == []
+
+
+def test_other_readers_are_races_at_once() -> None:
+    """A kernel's read, a copy on the device, a copy to pageable memory and reuse of freed memory are never stale."""
+
+    def kernel(source: torch.Tensor) -> object:
+        return source * 1
+
+    def on_the_device(source: torch.Tensor) -> object:
+        return torch.empty_like(source).copy_(source)
+
+    for reader in (kernel, on_the_device):
+        with Simulator(device_type="cuda") as simulator:
+            bench = Bench()
+            bench.d2h.wait_stream(bench.compute)
+            with bench.d2h:
+                _result = reader(bench.source)
+            bench.edit()
+        assert simulator.races
+        assert not simulator.stale_copies
+    with Simulator(device_type="cuda") as simulator:
+        bench = Bench()
+        bench.copy()
+        del bench.source
+        _reused = torch.ones(SIZE, device="cuda")
+    assert [race.second.kind for race in simulator.races] == ["reuses"]
+    assert not simulator.stale_copies
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.requirement("ORD-17", "ORD-7", "ACT-24")
+def test_an_offloaded_layer_may_edit_what_it_has_saved(schedule: str) -> None:
+    """Saved, edited, saved again: no race, the older version's copy is listed, the gradient is right."""
+
+    class Edits(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x * 1
+            _unused = h.sin()
+            h.mul_(2)
+            return h.sin()
+
+    with Simulator(schedule=SCHEDULES[schedule](), device_type="cuda") as simulator:
+        layers = nn.ModuleList([Edits(), nn.Identity()])
+        x = torch.full((3,), 0.5, device="cuda", requires_grad=True)
+        with offload_layers(layers, 1, min_offload_bytes=0) as offload:
+            y = layers[1](layers[0](x))
+        y.sum().backward()
+        assert offload.stats.copies_to_host == 2
+        assert x.grad is not None
+        assert torch.equal(x.grad.cpu(), 2 * torch.ones(3).cos())
+    simulator.assert_race_free()
+    (stale,) = simulator.stale_copies
+    assert stale.second.op == "mul_.Tensor"
+
+
+def test_a_thousand_iterations_leave_no_more_records_than_ten() -> None:
+    """Copies that are read, overwritten, dropped or spoiled are forgotten; a source that is never written too."""
+
+    def iterate(bench: Bench, columns: torch.Tensor) -> None:
+        bench.copy()
+        bench.read(bench.host)
+        bench.copy(bench.buffer[SIZE:])
+        bench.copy(columns[:, 0])
+        bench.copy(torch.empty(SIZE, pin_memory=True))
+        other = bench.source * 1
+        bench.d2h.wait_stream(bench.compute)
+        with bench.d2h:
+            torch.empty(SIZE, pin_memory=True).copy_(other, non_blocking=True)
+        other.mul_(2)
+        bench.compute.wait_stream(bench.d2h)
+        bench.seen.clear()
+
+    def records() -> int:
+        gc.collect()
+        return sum(type(one) in (Access, Block, Landing, StaleCopy) for one in gc.get_objects())
+
+    with Simulator(device_type="cuda") as simulator:
+        bench, columns, counted = Bench(), torch.empty(SIZE, 2, pin_memory=True), []
+        for iterations in (10, 990):
+            for _ in range(iterations):
+                iterate(bench, columns)
+            counted.append(records())
+        assert counted[1] <= counted[0]
+        assert len(simulator.stale_copies) == 1
+
+
+stream, place = st.integers(0, 2), st.integers(0, 3)
+actions = st.one_of(
+    st.tuples(st.just("edit"), stream),
+    st.tuples(st.just("wait"), stream, stream),
+    st.tuples(st.just("record"), stream),
+    st.tuples(st.just("synchronize"), stream),
+    st.tuples(st.just("to_host"), stream, place),
+    st.tuples(st.just("to_host"), stream, place),
+    st.tuples(st.just("to_device"), stream, place),
+    st.tuples(st.just("host_reads"), place),
+    st.tuples(st.just("host_writes"), place),
+    st.tuples(st.just("host_adds"), place),
+    st.tuples(st.just("free"), place),
+)
+
+
+class Drawn:
+    """A program of drawn actions: one device tensor of two elements, and buffers of four whose parts overlap."""
+
+    def __init__(self) -> None:
+        self.streams = [torch.accelerator.current_stream(), torch.Stream(), torch.Stream()]
+        self.events: list[torch.Event | None] = [None] * 3
+        self.source = torch.ones(2, device="cuda")
+        self.buffers = [torch.zeros(4, pin_memory=True) for _ in range(2)]
+        self.seen: list[torch.Tensor] = []
+        torch.accelerator.synchronize()
+
+    def part(self, place: int) -> torch.Tensor:
+        return self.buffers[place // 2][place % 2 :][:2]
+
+    def edit(self, on: int) -> None:
+        with self.streams[on]:
+            self.source.mul_(3).add_(1)
+
+    def record(self, on: int) -> None:
+        self.events[on] = self.streams[on].record_event()
+
+    def wait(self, on: int, other: int) -> None:
+        event = self.events[other]
+        if event is not None:
+            self.streams[on].wait_event(event)
+
+    def synchronize(self, on: int) -> None:
+        self.streams[on].synchronize()
+
+    def to_host(self, on: int, place: int) -> None:
+        with self.streams[on]:
+            self.part(place).copy_(self.source, non_blocking=True)
+
+    def to_device(self, on: int, place: int) -> None:
+        with self.streams[on]:
+            self.seen.append(torch.empty(2, device="cuda").copy_(self.part(place), non_blocking=True))
+
+    def host_reads(self, place: int) -> None:
+        self.seen.append(self.part(place).clone())
+
+    def host_writes(self, place: int) -> None:
+        self.part(place).fill_(5)
+
+    def host_adds(self, place: int) -> None:
+        self.part(place).add_(1)
+
+    def free(self, place: int) -> None:
+        self.buffers[place // 2] = torch.zeros(4, pin_memory=True)
+
+
+def run_drawn(program: list[tuple[str, *tuple[int, ...]]], schedule: Schedule) -> tuple[str, list[str], list[str]]:
+    """What the program observes, without what is left in its buffers; its races and its stale copies."""
+    with Simulator(schedule=schedule, device_type="cuda") as simulator:
+        drawn = Drawn()
+        for name, *arguments in program:
+            getattr(drawn, name)(*arguments)
+        torch.accelerator.synchronize()
+        seen = str([t.cpu().tolist() for t in (*drawn.seen, drawn.source)])
+    return seen, list(map(str, simulator.races)), list(map(str, simulator.stale_copies))
+
+
+@settings(max_examples=1000)
+@given(program=st.lists(actions, max_size=10))
+@pytest.mark.requirement("ORD-17")
+def test_without_a_race_values_are_the_same_whatever_is_stale(program: list[tuple[str, *tuple[int, ...]]]) -> None:
+    """No race: one result under the whole family. Every schedule lists the same races and stale copies."""
+    expected, races, stale = run_drawn(program, Eager())
+    for make in SCHEDULES.values():
+        seen, *verdict = run_drawn(program, make())
+        assert verdict == [races, stale]
+        assert races or seen == expected
