@@ -54,7 +54,7 @@ class Block:
         hazards: accesses to blocks freed earlier, whose bytes this block may have got.
         victims: bytes of blocks freed earlier, to be poisoned before the first write.
         landings: what copies to the host have brought here that nobody has read or overwritten.
-        alias: the host's way to the bytes that no operator sees (an array of numpy), if it has one.
+        alias: the host's way to the bytes that no operator sees (numpy, dlpack), if it has one.
     """
 
     number: int

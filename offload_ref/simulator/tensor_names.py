@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 HOST = torch.device("cpu")
 """Where tensors are that no block of the device holds."""
 
+_READ_DIRECTLY = ("numpy", "tolist", "__repr__", "__reduce_ex__", "__dlpack__")
+"""Methods of torch.Tensor that read or lend its bytes, and that no operator shows."""
+
 
 def patch_tensors(patcher: Patcher, simulator: Simulator) -> None:
     """Patch torch.Tensor, torch.nn.Parameter and torch.UntypedStorage."""
@@ -28,7 +31,7 @@ def patch_tensors(patcher: Patcher, simulator: Simulator) -> None:
     patcher.put(torch.Tensor, "device", property(tensors.device_of))
     patcher.put(torch.Tensor, "is_cpu", property(tensors.is_on_host))
     patcher.put(torch.Tensor, f"is_{device_type}", property(simulator.mode.is_on_device))
-    tensors.read_directly = {name: getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__repr__")}
+    tensors.read_directly = {name: getattr(torch.Tensor, name) for name in _READ_DIRECTLY}
     patcher.put_methods(torch.Tensor, tensors, _TensorMethods.PATCHED)
     patcher.put(torch.Tensor, device_type, as_method(tensors.to_accelerator))
     for cls in (torch.Tensor, torch.nn.Parameter):
@@ -60,8 +63,7 @@ class _TensorMethods:
     """What takes the place of methods of torch.Tensor; the tensor is the first argument."""
 
     PATCHED = (
-        "to", "cpu", "get_device", "pin_memory", "is_pinned", "record_stream", "numpy", "tolist", "__repr__",
-        "type", "new_tensor",
+        "to", "cpu", "get_device", "pin_memory", "is_pinned", "record_stream", "type", "new_tensor", *_READ_DIRECTLY,
     )  # fmt: skip
 
     def __init__(self, simulator: Simulator) -> None:
@@ -160,11 +162,25 @@ class _TensorMethods:
                 f"can't convert {self.simulator.device} device type tensor to numpy. "
                 "Use Tensor.cpu() to copy the tensor to host memory first."
             )
-        readable = self._readable(tensor, "numpy")
-        block = self.memory.block_of(readable)
+        return self.read_directly["numpy"](self._lent(self._readable(tensor, "numpy"), "numpy"), force=force)
+
+    def __dlpack__(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        if self.mode.is_pinned(tensor):
+            self._lent(self._readable(tensor, "dlpack"), "dlpack")
+        return self.read_directly["__dlpack__"](tensor, **kwargs)
+
+    def __reduce_ex__(self, tensor: torch.Tensor, protocol: Any) -> Any:  # type: ignore[override]  # noqa: PLE0302
+        """What torch.save and pickle ask; they write the whole storage."""
+        if self.mode.is_pinned(tensor):
+            self.simulator.host_access("pickle", (_as_bytes(tensor.untyped_storage()),), ())
+        return self.read_directly["__reduce_ex__"](tensor, protocol)
+
+    def _lent(self, tensor: torch.Tensor, borrower: str) -> torch.Tensor:
+        """The tensor, whose bytes another library may read from now on without a sign."""
+        block = self.memory.block_of(tensor)
         if block is not None:
-            block.alias = RacyAccess("host", "may read at any time", "numpy", str(call_site()))
-        return self.read_directly["numpy"](readable, force=force)
+            block.alias = RacyAccess("host", "may read at any time", borrower, str(call_site()))
+        return tensor
 
     def tolist(self, tensor: torch.Tensor) -> Any:
         return self.read_directly["tolist"](self._readable(tensor, "tolist"))
