@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
+import torch
+
 from offload_ref.simulator.schedules import Schedule
 from offload_ref.simulator.sites import Site, call_site
 
@@ -65,6 +67,11 @@ class Stream:
         return after is None or after[0].done >= after[1]
 
     # What a program calls
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose stream it is."""
+        return self.machine.device
 
     def wait_event(self, event: Event) -> None:
         """Order all later work of this stream after the event's record."""
@@ -157,7 +164,7 @@ class Machine:
 
     Attributes:
         schedule: decides what runs when nothing forces it.
-        defer: False runs everything at once whatever the schedule says.
+        device: what the program calls the accelerator.
         streams: all streams, the default stream first.
         stack: the streams that ``with`` made current, innermost last.
         warnings: calls that do nothing and were surely not meant.
@@ -165,6 +172,7 @@ class Machine:
     """
 
     schedule: Schedule
+    device: torch.device
     streams: list[Stream] = field(default_factory=list)
     stack: list[Stream] = field(default_factory=list)
     host_clock: Clock = field(default_factory=lambda: [0])

@@ -115,7 +115,7 @@ class Simulator:
         self.check = check
         self.device_type = device_type
         self.device = torch.device(device_type, 0)
-        self.machine = Machine(self.schedule)
+        self.machine = Machine(self.schedule, self.device)
         self.memory = Memory(self.machine, check, device_memory_bytes)
         self.detector = RaceDetector(self.machine)
         self.copies = Copies()
