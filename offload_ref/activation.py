@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_ref import errors
-from offload_ref.errors import require
+from offload_ref.errors import require, whole_number
 from offload_ref.host_memory import PinnedPool
 from offload_ref.saved_tensor import ActivationStats, ForwardPass, Handle, HostCopy, Link, View, packed_view, version_of
 from offload_ref.schedule import Schedule
@@ -32,12 +32,18 @@ _marks: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDi
 
 def mark_offload(tensor: torch.Tensor) -> None:
     """Have every view of the tensor's storage offloaded where it is saved, however small it is (ACT-12)."""
-    _marks[tensor.untyped_storage()] = "offload"
+    _mark(tensor, "offload")
 
 
 def mark_keep(tensor: torch.Tensor) -> None:
     """Have every view of the tensor's storage stay on the device, whatever else is said of it (ACT-12)."""
-    _marks[tensor.untyped_storage()] = "keep"
+    _mark(tensor, "keep")
+
+
+def _mark(tensor: torch.Tensor, mark: str) -> None:
+    fits = getattr(tensor, "layout", None) is torch.strided
+    require(fits, errors.OffloadTypeError, "marked tensor", tensor, "a dense tensor", "ACT-12")
+    _marks[tensor.untyped_storage()] = mark
 
 
 class ActivationOffload:
@@ -80,6 +86,7 @@ class ActivationOffload:
         )
         require(fits, errors.OffloadValueError, "min_offload_bytes", min_offload_bytes, required, "ACT-10")
         self.min_offload_bytes = min_offload_bytes
+        _check_switch("retain_pinned_cpu_buffers", retain_pinned_cpu_buffers)
         self.pool = PinnedPool(retain=retain_pinned_cpu_buffers)
         self.stats = ActivationStats()
         self._current: ForwardPass | None = None
@@ -104,11 +111,12 @@ class ActivationOffload:
     @contextmanager
     def layer(self, layer: int) -> Iterator[None]:
         """Run one layer's forward inside. A layer at or before the last one begins another forward pass."""
+        number, required = whole_number(layer), f"a layer in [0, {self.schedule.model_layers})"
+        fits = number is not None and 0 <= number < self.schedule.model_layers
+        require(fits, errors.LayerCountError, "layer entered", layer, required, "ACT-6")
         if not self._records():
             yield
             return
-        fits, required = 0 <= layer < self.schedule.model_layers, f"a layer in [0, {self.schedule.model_layers})"
-        require(fits, errors.LayerCountError, "layer entered", layer, required, "ACT-6")
         if self._current is None or layer <= self._current.entered:
             self.reset()
             self._current = ForwardPass(self.schedule)
@@ -219,8 +227,12 @@ def _mark_of(tensor: torch.Tensor) -> str | None:
     return mark
 
 
+def _check_switch(name: str, value: object) -> None:
+    require(isinstance(value, bool), errors.OffloadTypeError, name, value, "True or False", "ACT-17")
+
+
 def _refuse(option: str, value: object) -> None:
-    require(not value, errors.UnsupportedError, option, value, "False in this version", "ACT-17")
+    require(value is False, errors.UnsupportedError, option, value, "False in this version", "ACT-17")
 
 
 def _refuse_compositions() -> None:
@@ -249,10 +261,11 @@ def offload_layers(layers: Iterable[torch.nn.Module], num_layers: int, **options
     outside. Options are the keywords of ActivationOffload. Raises what it raises, and OffloadTypeError for what is no
     module.
     """
+    iterable, required = hasattr(layers, "__iter__") and not isinstance(layers, type), "torch.nn.Module objects"
+    require(iterable, errors.OffloadTypeError, "layers", layers, required, "ACT-1")
     modules = list(layers)
     for module in modules:
-        fits = isinstance(module, torch.nn.Module)
-        require(fits, errors.OffloadTypeError, "layers", module, "torch.nn.Module objects", "ACT-1")
+        require(isinstance(module, torch.nn.Module), errors.OffloadTypeError, "layers", module, required, "ACT-1")
     offload = ActivationOffload(num_layers, len(modules), **options)
     with ExitStack() as stack:
         stack.callback(offload.reset)
@@ -354,7 +367,8 @@ def get_cpu_offload_context(
     count; a forward that stops early calls ``context.reset()``. Buffers of modules are not known here,
     parameters are. ``min_offload_bytes`` is our own addition. Raises what ActivationOffload raises.
     """
-    fits, required = offload_activations or not enabled, "True: activations are what this version offloads"
+    _check_switch("enabled", enabled)
+    fits, required = offload_activations is True or not enabled, "True: activations are what this version offloads"
     require(fits, errors.UnsupportedError, "offload_activations", offload_activations, required, "ACT-17")
     options = {
         "min_offload_bytes": min_offload_bytes,

@@ -17,6 +17,7 @@ from types import NoneType
 from typing import Any
 
 from offload_ref import errors
+from offload_ref.errors import require
 from offload_ref.partition import check_fraction
 
 
@@ -108,6 +109,10 @@ class Config:
 
     model: ActivationOffloadConfig = field(default_factory=ActivationOffloadConfig)
     optimizer: OptimizerOffloadConfig = field(default_factory=OptimizerOffloadConfig)
+
+    def __post_init__(self) -> None:
+        for part, kind in ((self.model, ActivationOffloadConfig), (self.optimizer, OptimizerOffloadConfig)):
+            require(isinstance(part, kind), errors.ConfigTypeError, "namespace", part, kind.__name__, "CFG-2")
 
     def validate(self, *, megatron: bool = True) -> None:
         """Raise the first violated constraint of both; see `validate`."""
@@ -317,6 +322,7 @@ def cautions(config: AnyConfig) -> list[errors.OffloadWarning]:
 
 def _findings(config: AnyConfig) -> Iterator[errors.ConstraintError | errors.OffloadWarning]:
     """Yield the error or warning of every row that is violated, in the order of the table."""
+    require(isinstance(config, AnyConfig), errors.ConfigTypeError, "config", config, str(AnyConfig), "CFG-2")
     parts = (config.model, config.optimizer) if isinstance(config, Config) else (config,)
     for row in CONSTRAINTS:
         for part in parts:
@@ -339,13 +345,14 @@ def from_overrides(overrides: Iterable[str]) -> Config:
         ConfigTypeError: a value is of another type than its field.
     """
     values: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    required = "[+|++]namespace.field=value"
+    require(isinstance(overrides, Iterable), errors.OverrideSyntaxError, "overrides", overrides, required, "CFG-4")
     for line in overrides:
+        require(isinstance(line, str), errors.OverrideSyntaxError, "override", line, required, "CFG-4")
         name, equals, text = line.partition("=")
         name = name.strip().removeprefix("+").removeprefix("+")
-        if not equals or not name or name.startswith("~"):
-            raise errors.OverrideSyntaxError(
-                "override", seen=line, required="[+|++]namespace.field=value", rule="CFG-4"
-            )
+        fits = bool(equals and name) and not name.startswith("~")
+        require(fits, errors.OverrideSyntaxError, "override", line, required, "CFG-4")
         _check_name(name)
         namespace, _, field_name = name.partition(".")
         values[namespace][field_name] = _value(text)

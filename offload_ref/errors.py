@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 
 class OffloadError(Exception):
     """Base of every error of this package.
@@ -23,6 +25,13 @@ def require(fits: bool, reason: type[OffloadError], what: str, seen: object, req
     """Raise ``reason`` unless the value fits."""
     if not fits:
         raise reason(what, seen=seen, required=required, rule=rule)
+
+
+def whole_number(value: object) -> int | None:
+    """An integer of any kind as an int, or None; a bool is a switch, not a count."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    return int(value)
 
 
 class OffloadValueError(OffloadError, ValueError):

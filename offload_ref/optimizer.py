@@ -17,31 +17,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from offload_ref import errors
+from offload_ref import checks, errors
 from offload_ref.buckets import Bucket, Unit, bind_host_copies, gradient_of, is_dense
+from offload_ref.checks import MASTER_KEY, OptimizerClass
 from offload_ref.errors import require
-from offload_ref.partition import MODES, Share, check_fraction, into_runs
+from offload_ref.partition import Share, check_fraction, into_runs
 from offload_ref.partition import partition as divide
 
 DEFAULT_BUCKET_BYTES = 32 << 20
 """Bytes of working copies that are moved and stepped together."""
 
-ELEMENTWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "ASGD", "Rprop"}
-)
-"""Classes of torch.optim that treat each element alone, so that a parameter may be split."""
-
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 """Dtypes that have a master with ``param_update_in_fp32``."""
 
-MASTER_KEY = "master_param"
-"""Megatron's name for the master in a parameter's state."""
-
 NOT_HYPERPARAMETERS = frozenset({"params", "param_names"})
 """Keys of a param group that name parameters."""
-
-OptimizerClass = Callable[..., Optimizer]
-"""A torch.optim class, or a function that builds an optimizer from groups."""
 
 
 class HybridDeviceOptimizer(Optimizer):
@@ -95,57 +85,49 @@ class HybridDeviceOptimizer(Optimizer):
         self.overlap_cpu_optimizer_d2h_h2d = overlap_cpu_optimizer_d2h_h2d
         self.partition, self.step_on, self.bucket_bytes = partition, step_on, bucket_bytes
         self.elementwise = elementwise
-        self._check_modes()
-        groups = _checked_groups(params)
-        hyperparameters = self._hyperparameters(optimizer_kwargs, groups)
-        self.units: list[Unit] = []
+        self._check_options()
+        given = checks.checked_groups(params)
+        first = next((checks.parameter_of(member) for _, members in given for member in members), torch.empty(0))
+        hyperparameters = self._hyperparameters(optimizer_kwargs, first.device)
+        self.units = self._planned(given, first=0)
         self.buckets: list[Bucket] = []
         self._side_streams: tuple[torch.Stream, torch.Stream] | None = None
-        super().__init__(groups, hyperparameters)
+        for group, members in given:
+            group["params"] = members
+        super().__init__([group for group, _ in given], hyperparameters)
         self._hyperparameter_names = frozenset(self.defaults)
         self.defaults = {**self.defaults, **self._constructor_keywords()}
-        self._plan(range(len(self.param_groups)))
-        for dimensions in {unit.parameter.dim() for unit in self.units if unit.on_host}:
-            _check_host_step(cpu_optimizer_cls, self._known_to(cpu_optimizer_cls), dimensions)
 
     # Construction
 
-    def _check_modes(self) -> None:
+    def _check_options(self) -> None:
+        switches = ("param_update_in_fp32", "pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d")
+        checks.check_switches(**{name: getattr(self, name) for name in switches})
+        if self.elementwise is not None:
+            checks.check_switches(elementwise=self.elementwise)
         fits = self.step_on == "host"
         require(fits, errors.UnsupportedError, "step_on", self.step_on, "'host' in this version", "OPT-43")
-        fits, required = self.partition in MODES, f"one of {', '.join(MODES)}"
-        require(fits, errors.PartitionModeError, "partition", self.partition, required, "OPT-42")
-        if self.partition == "exact" and not self.elementwise:
-            for cls in (self.cpu_optimizer_cls, self.gpu_optimizer_cls):
-                self._check_elementwise(cls)
         fits, required = type(self.bucket_bytes) is int and self.bucket_bytes >= 1, "a whole number, at least 1"
         require(fits, errors.OptimizerInputError, "bucket_bytes", self.bucket_bytes, required, "OPT-40")
-
-    def _check_elementwise(self, cls: OptimizerClass) -> None:
-        listed = (
-            getattr(cls, "__module__", "").startswith("torch.optim") and getattr(cls, "__name__", "") in ELEMENTWISE
-        )
-        fits, required = listed and self.elementwise is not False, f"one of {sorted(ELEMENTWISE)}, or elementwise=True"
-        require(fits, errors.PartitionModeError, "class for partition='exact'", cls, required, "OPT-42")
-
-    def _hyperparameters(self, keywords: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """The classes' own defaults with the keywords over them; refuses a keyword that neither knows."""
-        self._keywords = keywords
         classes = (self.cpu_optimizer_cls, self.gpu_optimizer_cls)
-        device = next((_tensor_of(p).device for group in groups for p in group["params"]), torch.device("cpu"))
-        on_host = classes[0]([torch.zeros(1)], **self._known_to(classes[0]))
-        on_device = classes[1]([torch.zeros(1, device=device)], **self._known_to(classes[1]))
-        defaults = {"bias_correction": True, **on_host.defaults, **on_device.defaults}
-        known = frozenset().union(*(_keywords_of(cls, keywords) for cls in classes))
-        for name, value in keywords.items():
-            fits = name in known or (name in defaults and defaults[name] == value)
-            seen, required = f"{name}={value!r}", "a keyword of the optimizer classes"
-            require(fits, errors.OffloadTypeError, "optimizer keyword", seen, required, "OPT-15")
-        return {**on_host.defaults, **on_device.defaults, **keywords}
+        checks.check_classes(classes)
+        checks.check_partition(self.partition, classes, self.elementwise)
+
+    def _hyperparameters(self, keywords: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """The classes' own defaults with the keywords over them."""
+        self._keywords = keywords
+        defaults: dict[str, Any] = {}
+        known: set[str] = set()
+        for cls, place in ((self.cpu_optimizer_cls, torch.device("cpu")), (self.gpu_optimizer_cls, device)):
+            built = cls([torch.zeros(1, device=place)], **self._known_to(cls))
+            checks.check_optimizer(built, cls)
+            defaults |= built.defaults
+            known |= set(self._known_to(cls))
+        checks.check_keywords(keywords, known, {"bias_correction": True, **defaults})
+        return {**defaults, **keywords}
 
     def _known_to(self, cls: OptimizerClass) -> dict[str, Any]:
-        names = _keywords_of(cls, self._keywords)
-        return {name: value for name, value in self._keywords.items() if name in names}
+        return checks.keywords_of(cls, self._keywords)
 
     def _constructor_keywords(self) -> dict[str, Any]:
         """Every keyword of the constructor: Megatron builds the optimizer anew from ``defaults``."""
@@ -154,24 +136,31 @@ class HybridDeviceOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, divided by the same fraction on its own; what exists stays where it is (OPT-16)."""
+        if not hasattr(self, "_hyperparameter_names"):
+            super().add_param_group(param_group)
+            return
+        given = checks.checked_group(param_group, self.param_groups)
+        units = self._planned(given, first=len(self.param_groups))
         super().add_param_group(param_group)
-        if hasattr(self, "_hyperparameter_names"):
-            added = self.param_groups[-1]
-            for name in set(self.defaults) - self._hyperparameter_names:
-                del added[name]
-            self._plan([len(self.param_groups) - 1])
+        for name in set(self.defaults) - self._hyperparameter_names:
+            del self.param_groups[-1][name]
+        self.units += units
 
     # Planning
 
-    def _plan(self, numbers: Iterable[int]) -> None:
-        """Decide for each parameter of these groups on which side it is stepped."""
-        listed = [(number, p) for number in numbers for p in self.param_groups[number]["params"]]
+    def _planned(self, groups: checks.Groups, first: int) -> list[Unit]:
+        """Decide for each parameter of these groups, numbered from ``first``, on which side it is stepped."""
+        listed = [
+            (number, checks.parameter_of(m)) for number, (_, members) in enumerate(groups, first) for m in members
+        ]
         on_device = [p for _, p in listed if p.device.type != "cpu"]
         counted = [p.requires_grad for p in on_device]
         shares = divide([p.numel() for p in on_device], self.offload_fraction, self.partition, counted)
         of_parameter = dict(zip(on_device, shares, strict=True))
-        for number, parameter in listed:
-            self.units += self._units_of(parameter, number, of_parameter.get(parameter))
+        units = [unit for number, p in listed for unit in self._units_of(p, number, of_parameter.get(p))]
+        dimensions = {unit.parameter.dim() for unit in units if unit.on_host}
+        checks.check_host_step(self.cpu_optimizer_cls, self._known_to(self.cpu_optimizer_cls), dimensions)
+        return units
 
     def _units_of(self, parameter: torch.Tensor, group: int, share: Share | None) -> Iterator[Unit]:
         """One unit, or two if split; ``share`` is None for a parameter on the host itself (OPT-7)."""
@@ -235,6 +224,7 @@ class HybridDeviceOptimizer(Optimizer):
         """
         result = None
         if closure is not None:
+            require(callable(closure), errors.OptimizerInputError, "closure", closure, "a function, or None", "OPT-9")
             with torch.enable_grad():
                 result = closure()
         self._check_gradients()
@@ -249,8 +239,7 @@ class HybridDeviceOptimizer(Optimizer):
         for unit in self.units:
             gradient = gradient_of(unit.parameter)
             if gradient is not None:
-                fits = gradient.layout is torch.strided
-                require(fits, errors.SparseGradientError, "gradient", gradient.layout, "dense gradients", "OPT-45")
+                checks.check_gradient(gradient, unit.parameter)
 
     def _step_buckets(self, buckets: list[Bucket]) -> None:
         crossing = [bucket for bucket in buckets if bucket.crosses]
@@ -363,7 +352,8 @@ class HybridDeviceOptimizer(Optimizer):
         """
         for prepare in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = prepare(self, state_dict) or state_dict
-        parameters = self._check_state_dict(state_dict)
+        elementwise = all(map(checks.is_elementwise, (self.cpu_optimizer_cls, self.gpu_optimizer_cls)))
+        parameters = checks.checked_state_dict(state_dict, self.param_groups, elementwise=elementwise)
         groups = deepcopy(state_dict["param_groups"])
         states = {parameters[number]: state for number, state in state_dict["state"].items()}
         with torch.no_grad():
@@ -371,7 +361,7 @@ class HybridDeviceOptimizer(Optimizer):
             try:
                 self._replace(groups, states)
             except Exception as failure:
-                seen, required = f"{len(self.state)} parameters loaded", f"all {len(states)}"
+                seen, required = f"{failure!r} after some states had been replaced", "a load that ends"
                 raise errors.PartialLoadError("load", seen=seen, required=required, rule="OPT-47") from failure
         for follow_up in self._optimizer_load_state_dict_post_hooks.values():
             follow_up(self)
@@ -383,30 +373,6 @@ class HybridDeviceOptimizer(Optimizer):
         for unit, own in self._bound_units():
             self._load_unit(unit, own, states.get(unit.parameter, {}))
         self._take_back()
-
-    def _check_state_dict(self, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
-        """The parameter of each number in the state dict, if the whole of it fits."""
-        _fits({"state", "param_groups"} <= set(state_dict), "keys", sorted(state_dict), "state and param_groups")
-        ours = [len(group["params"]) for group in self.param_groups]
-        theirs = [len(group["params"]) for group in state_dict["param_groups"]]
-        _fits(theirs == ours, "parameters in each group", theirs, str(ours))
-        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-        listed = [p for group in self.param_groups for p in group["params"]]
-        parameters = dict(zip(numbers, listed, strict=True))
-        for number, state in state_dict["state"].items():
-            _fits(number in parameters, "parameter number", number, f"one of {numbers}")
-            for name, value in state.items():
-                self._check_shape(f"{name} of parameter {number}", value, parameters[number])
-        return parameters
-
-    def _check_shape(self, name: str, value: object, parameter: torch.Tensor) -> None:
-        """A state has the parameter's shape or one element, unless a class is not element-wise."""
-        if not isinstance(value, torch.Tensor) or value.numel() == 1 or value.shape == parameter.shape:
-            return
-        classes = (self.cpu_optimizer_cls, self.gpu_optimizer_cls)
-        elementwise = any(getattr(cls, "__name__", "") in ELEMENTWISE for cls in classes)
-        fits = not elementwise and not name.startswith(MASTER_KEY)
-        _fits(fits, f"shape of {name}", tuple(value.shape), str(tuple(parameter.shape)))
 
     def _load_unit(self, unit: Unit, states: dict[torch.Tensor, Any], state: dict[str, Any]) -> None:
         group = self.param_groups[unit.group]
@@ -423,50 +389,6 @@ class HybridDeviceOptimizer(Optimizer):
         """Streams, events and pinned memory belong to this process (OPT-46)."""
         what, required = "pickling or copying the optimizer", "state_dict() and load_state_dict()"
         raise errors.UnsupportedError(what, seen=type(self), required=required, rule="OPT-46")
-
-
-def _tensor_of(member: Any) -> Any:
-    """The parameter of a group's member, which may be a (name, parameter) pair."""
-    return member[1] if isinstance(member, tuple) else member
-
-
-def _checked_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """The user's groups, as the very dicts that were given, each with a list of leaf tensors (OPT-40)."""
-    fits, required = not isinstance(params, torch.Tensor), "an iterable of tensors"
-    require(fits, errors.OptimizerInputError, "params", type(params), required, "OPT-40")
-    listed = list(params)
-    require(bool(listed), errors.OptimizerInputError, "params", [], "at least one parameter or group", "OPT-40")
-    groups = listed if isinstance(listed[0], dict) else [{"params": listed}]
-    for group in groups:
-        members = group["params"]
-        group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
-        for member in group["params"]:
-            parameter = _tensor_of(member)
-            is_tensor = isinstance(parameter, torch.Tensor)
-            seen = "a non-leaf tensor" if is_tensor else parameter
-            fits = is_tensor and parameter.is_leaf
-            require(fits, errors.OptimizerInputError, "parameter", seen, "a leaf tensor", "OPT-40")
-    return groups
-
-
-def _keywords_of(cls: OptimizerClass, keywords: dict[str, Any]) -> frozenset[str]:
-    """Those of the keywords that the class's signature takes."""
-    parameters = inspect.signature(cls).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return frozenset(keywords)
-    return frozenset(keywords) & frozenset(parameters)
-
-
-def _check_host_step(cls: OptimizerClass, keywords: dict[str, Any], dimensions: int) -> None:
-    """Step one host element, to learn now whether the class can."""
-    parameter = torch.zeros([1] * dimensions, requires_grad=True)
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = cls([parameter], **keywords)
-    try:
-        optimizer.step()
-    except Exception as failure:
-        required = "a class that steps host tensors"
-        raise errors.HostStepError("host optimizer class", seen=cls, required=required, rule="OPT-41") from failure
 
 
 def _merge(parameter: torch.Tensor, parts: list[tuple[Unit, dict[str, Any]]]) -> dict[str, Any]:
@@ -489,6 +411,8 @@ def _merge(parameter: torch.Tensor, parts: list[tuple[Unit, dict[str, Any]]]) ->
 
 def _placed(name: str, value: Any, unit: Unit, on_device_step: bool) -> Any:
     """A loaded state's part, in a tensor of its own, where the unit's sub-optimizer keeps such a state."""
+    if name == "step" and isinstance(value, int | float):
+        value = torch.tensor(value)
     if not isinstance(value, torch.Tensor):
         return deepcopy(value)
     if name == "step":
@@ -514,7 +438,3 @@ def _partial_step(begun: list[Bucket], failure: Exception) -> errors.PartialStep
     error = errors.PartialStepError("step", seen=seen, required="a step that ends", rule="OPT-47")
     error.stepped, error.in_doubt = stepped, tuple(last)
     return error
-
-
-def _fits(fits: bool, what: str, seen: object, required: str) -> None:
-    require(fits, errors.StateDictError, f"state_dict: {what}", seen, required, "OPT-32")

@@ -13,7 +13,7 @@ from fractions import Fraction
 from math import ceil
 from numbers import Rational, Real
 
-from offload_ref.errors import FractionError, PartitionModeError, SizeError
+from offload_ref.errors import FractionError, PartitionModeError, SizeError, require, whole_number
 
 __all__ = ["MODES", "Share", "check_fraction", "exact", "greedy", "into_runs", "partition"]
 
@@ -112,10 +112,8 @@ def partition(
         FractionError: the fraction is no number in [0, 1].
         SizeError: a size is negative, or ``counted`` has another length than ``sizes``.
     """
-    rule = MODES.get(str(mode))
-    if rule is None:  # CFG-5
-        raise PartitionModeError("partition", seen=mode, required="'greedy' or 'exact'", rule="CFG-5")
-    return rule(sizes, fraction, counted)
+    require(mode in tuple(MODES), PartitionModeError, "partition", mode, "'greedy' or 'exact'", "CFG-5")
+    return MODES[mode](sizes, fraction, counted)
 
 
 def into_runs(nbytes: Sequence[int], most: int) -> list[slice]:
@@ -153,12 +151,17 @@ def _decimal(fraction: object) -> Fraction | None:
 
 def _check_sizes(sizes: Sequence[int], counted: Sequence[bool] | None) -> Sequence[bool]:
     """Return which parameters are counted, one entry per size."""
-    if any(size < 0 for size in sizes):
-        raise SizeError("elements of a parameter", seen=min(sizes), required="at least 0", rule="OPT-1")
+    require(isinstance(sizes, Sequence), SizeError, "sizes", sizes, "a list of numbers of elements", "OPT-1")
+    for size in sizes:
+        number = whole_number(size)
+        fits = number is not None and number >= 0
+        require(fits, SizeError, "elements of a parameter", size, "a whole number, at least 0", "OPT-1")
     if counted is None:
         return [True] * len(sizes)
-    if len(counted) != len(sizes):
-        raise SizeError("entries of counted", seen=len(counted), required=f"{len(sizes)}", rule="OPT-4")
+    require(isinstance(counted, Sequence), SizeError, "counted", counted, "a list of True and False", "OPT-4")
+    for entry in counted:
+        require(isinstance(entry, bool), SizeError, "entry of counted", entry, "True or False", "OPT-4")
+    require(len(counted) == len(sizes), SizeError, "entries of counted", len(counted), f"{len(sizes)}", "OPT-4")
     return counted
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from offload_ref.errors import DtypeError, SizeError
+from offload_ref.errors import DtypeError, SizeError, require, whole_number
 from offload_ref.partition import Share, into_runs
 from offload_ref.partition import partition as divide
 
@@ -27,6 +27,12 @@ MASTERED_BYTES = 2
 
 ADAM_STATE_TENSORS = 2
 """Tensors of a parameter's size that Adam keeps: its two moments."""
+
+
+def _check_size(what: str, value: object, rule: str, least: int = 0) -> None:
+    number = whole_number(value)
+    fits = number is not None and number >= least
+    require(fits, SizeError, what, value, f"a whole number, at least {least}", rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +59,7 @@ class Parameter:
     dense: bool = True
 
     def __post_init__(self) -> None:
-        if self.numel < 0:
-            raise SizeError("elements of a parameter", seen=self.numel, required="at least 0", rule="MEM-20")
+        _check_size("elements of a parameter", self.numel, "MEM-20")
 
     @property
     def weight_bytes(self) -> int:
@@ -127,6 +132,9 @@ class OptimizerSettings:
         pin_cpu_params: whether weights leave from pinned memory.
         bucket_bytes: most bytes of working copies in one bucket; each bucket is one pinned request per
             direction.
+
+    Raises:
+        SizeError: a size is no whole number, or too small.
     """
 
     param_update_in_fp32: bool = False
@@ -135,6 +143,10 @@ class OptimizerSettings:
     pin_cpu_grads: bool = True
     pin_cpu_params: bool = True
     bucket_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        for name, least in (("state_tensors", 0), ("device_step_bytes", 0), ("bucket_bytes", 1)):
+            _check_size(name, getattr(self, name), "MEM-20", least)
 
     def has_master(self, parameter: Parameter) -> bool:
         """Return whether the parameter is stepped through an fp32 copy of its 16-bit weight."""
@@ -225,9 +237,8 @@ def pinned_rounding(nbytes: int) -> int:
     Raises:
         SizeError: the request is negative.
     """
-    if nbytes < 0:
-        raise SizeError("pinned bytes", seen=nbytes, required="at least 0", rule="MEM-21")
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+    _check_size("pinned bytes", nbytes, "MEM-21")
+    return 1 << (int(nbytes) - 1).bit_length() if nbytes else 0
 
 
 def _of_device_parameter(parameter: Parameter, share: Share, settings: OptimizerSettings) -> OptimizerMemory:

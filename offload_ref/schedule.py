@@ -8,9 +8,8 @@ its reload starts when backward enters layer L-1-K+i. So at most L-K layers are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import index
 
-from offload_ref.errors import LayerCountError, require
+from offload_ref.errors import LayerCountError, require, whole_number
 
 __all__ = ["Schedule", "check_num_layers"]
 
@@ -54,15 +53,8 @@ def check_num_layers(num_layers: object, model_layers: object) -> None:
     Raises:
         LayerCountError: L is no whole number of at least 1, or K no whole number in [0, L).
     """
-    model, offloaded = _whole_number(model_layers), _whole_number(num_layers)
+    model, offloaded = whole_number(model_layers), whole_number(num_layers)
     known = model is not None and model >= 1
     require(known, LayerCountError, "model layers", model_layers, "at least 1", "ACT-5")
     fits = offloaded is not None and 0 <= offloaded < (model or 0)
     require(fits, LayerCountError, "offloaded layers", num_layers, f"a whole number in [0, {model})", "ACT-5")
-
-
-def _whole_number(value: object) -> int | None:
-    """Return an integer of any kind as an int, or None; a bool is a switch, not a count."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return None
-    return index(value)

@@ -42,11 +42,9 @@ def case(
     rule: str,
     seen: object,
     prepare: Callable[[Any], object] = _nothing,
-    gap: str = "",
 ) -> Any:
-    """A row for ``parametrize``, marked with its rule; a ``gap`` says why the row is known to fail."""
-    marks = [pytest.mark.requirement(rule), *([pytest.mark.xfail(reason=gap, strict=True)] if gap else [])]
-    return pytest.param(Case(call, error, rule, seen, prepare), id=name, marks=marks)
+    """A row for ``parametrize``, marked with its rule."""
+    return pytest.param(Case(call, error, rule, seen, prepare), id=name, marks=pytest.mark.requirement(rule))
 
 
 def assert_refused(refused: Case, subject: object) -> None:

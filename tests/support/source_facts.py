@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "offload_ref"
 CORE = ("partition", "schedule", "host_memory", "activation", "optimizer", "config", "errors")
 """The modules that a reader has to read; what they import of the package belongs to them."""
+BESIDE = ("checks",)
+"""What the core imports and a reader of the mechanism can skip: it refuses bad input, and does nothing else."""
 PREFIXES = "ACT|OPT|ORD|MEM|CFG|OVH"
 """First letters of every id, one per chapter."""
 ID = re.compile(rf"\b(?:{PREFIXES})-\d+\b")
@@ -89,13 +91,13 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def core_modules() -> dict[str, Path]:
-    """Return the core with everything of the package that it imports, by name."""
+    """Return the core with everything of the package that it imports, by name, but for the checks of input."""
     found: dict[str, Path] = {}
     waiting = list(CORE)
     while waiting:
         name = waiting.pop()
         path = PACKAGE / f"{name}.py"
-        if name not in found and path.exists():
+        if name not in (*found, *BESIDE) and path.exists():
             found[name] = path
             waiting += sorted(imported_modules(path))
     return found

@@ -4,7 +4,6 @@ import re
 import warnings
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 from overriding import to_overrides
@@ -390,30 +389,3 @@ def test_public_defaults() -> None:
         *(False, 0.0, False),
         *(False, True, True),
     ]
-
-
-@pytest.mark.quick
-@pytest.mark.requirement("CFG-2")
-@pytest.mark.parametrize(
-    ("part", "name", "value"),
-    [
-        pytest.param(ActivationOffloadConfig, "cpu_offloading", "false", id="text-for-bool"),
-        pytest.param(ActivationOffloadConfig, "cpu_offloading", 1, id="int-for-bool"),
-        pytest.param(ActivationOffloadConfig, "cpu_offloading", None, id="none-for-bool"),
-        pytest.param(ActivationOffloadConfig, "num_layers", True, id="bool-for-int"),
-        pytest.param(ActivationOffloadConfig, "num_layers", 4.0, id="float-for-int"),
-        pytest.param(ActivationOffloadConfig, "recompute_granularity", False, id="bool-for-text"),
-        pytest.param(ActivationOffloadConfig, "cuda_graph_impl", None, id="none-for-text"),
-        pytest.param(ActivationOffloadConfig, "cuda_graph_scope", (1,), id="numbers-for-texts"),
-        pytest.param(OptimizerOffloadConfig, "optimizer_offload_fraction", "0.5", id="text-for-number"),
-        pytest.param(OptimizerOffloadConfig, "optimizer_offload_fraction", True, id="bool-for-number"),
-        pytest.param(OptimizerOffloadConfig, "pin_cpu_grads", "yes", id="word-for-bool"),
-    ],
-)
-def test_wrong_types_are_refused(part: Any, name: str, value: object) -> None:
-    """A value of another type is refused when the configuration is built."""
-    with pytest.raises(errors.ConfigTypeError, match="CFG-2") as refused:
-        part(**{name: value})
-    assert refused.value.seen == value
-    assert name in str(refused.value)
-    assert isinstance(refused.value, TypeError)

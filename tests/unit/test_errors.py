@@ -6,7 +6,8 @@ import pytest
 
 from offload_ref import errors
 
-CLASSES = {name: cls for name, cls in vars(errors).items() if inspect.isclass(cls)}
+OWN = {name: value for name, value in vars(errors).items() if getattr(value, "__module__", "") == errors.__name__}
+CLASSES = {name: cls for name, cls in OWN.items() if inspect.isclass(cls)}
 REASONS = sorted(name for name, cls in CLASSES.items() if issubclass(cls, errors.OffloadError))
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_ref.errors import FractionError, PartitionModeError, SizeError
+from offload_ref.errors import FractionError
 from offload_ref.partition import MODES, Share, check_fraction, exact, greedy, into_runs, partition
 
 SIZES = st.lists(st.one_of(st.just(0), st.integers(1, 50), st.integers(1, 10**9)), max_size=20)
@@ -245,26 +245,6 @@ def test_other_fractions_are_refused(fraction: object) -> None:
         assert refused.value.seen is fraction
         assert refused.value.rule == "OPT-3"
         assert isinstance(refused.value, ValueError)
-
-
-@pytest.mark.quick
-@pytest.mark.requirement("CFG-5")
-@pytest.mark.parametrize("mode", ["Greedy", "", None, ["greedy"]], ids=repr)
-def test_other_partitions_are_refused(mode: str) -> None:
-    """A partition that is neither greedy nor exact is refused with the value seen."""
-    with pytest.raises(PartitionModeError, match="CFG-5") as refused:
-        partition([1], 0.5, mode)
-    assert refused.value.seen == mode
-
-
-@pytest.mark.quick
-@pytest.mark.requirement("OPT-1", "OPT-4")
-def test_impossible_sizes_are_refused() -> None:
-    """A negative size, and counted entries of another number than sizes, are refused."""
-    with pytest.raises(SizeError, match="got -3"):
-        greedy([5, -3], 0.5)
-    with pytest.raises(SizeError, match="got 1, required 2"):
-        exact([5, 3], 0.5, [True])
 
 
 @given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 200))
