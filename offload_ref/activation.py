@@ -102,6 +102,11 @@ class ActivationOffload:
         gone = {id(copy.origin): copy.origin_bytes for copy in self._copies if copy.origin() is None}
         return sum(gone.values())
 
+    def bytes_held(self) -> int:
+        """Device bytes of offloaded storages that are still there: not released yet, or held by user code."""
+        held = {id(copy.origin()): copy.origin_bytes for copy in self._copies if copy.origin() is not None}
+        return sum(held.values())
+
     def bytes_back(self) -> int:
         """Device bytes of reloads: copies back that are under way, or that backward has not finished with."""
         return sum(copy.reload_bytes for copy in self._copies)
@@ -155,8 +160,9 @@ class ActivationOffload:
         if forward.schedule.offloads(layer):
             reason = self._reason_to_keep(tensor)
             if reason is None:
-                copy = self._copy_of(tensor, forward, layer, version)
-                return Handle(forward, layer, self._version_counter(tensor), version, copy, View.of(tensor))
+                alias = self._version_counter(tensor)
+                copy = self._copy_of(tensor, forward, layer, alias)
+                return Handle(forward, layer, alias, version, copy, View.of(tensor))
             self.stats.kept[reason] += 1
         return Handle(forward, layer, tensor.detach(), version)  # ACT-13
 
@@ -178,13 +184,13 @@ class ActivationOffload:
             self._weights.add(storage)
         return storage in self._weights  # ACT-11
 
-    def _copy_of(self, tensor: torch.Tensor, forward: ForwardPass, layer: int, version: int | None) -> HostCopy:
+    def _copy_of(self, tensor: torch.Tensor, forward: ForwardPass, layer: int, alias: torch.Tensor) -> HostCopy:
         """The copy of the tensor's storage in this forward pass, made now if there is none yet."""
-        storage, packed = tensor.untyped_storage(), packed_view(tensor)
+        storage, packed, version = tensor.untyped_storage(), packed_view(tensor), version_of(tensor)
         copy = forward.find(storage, version, packed)
         if copy is None:
             with torch.no_grad():
-                copy = HostCopy.of(tensor, packed, self._link(tensor.device))
+                copy = HostCopy.of(tensor, packed, self._link(tensor.device), alias)
             self._copies.add(copy)
             forward.by_storage.setdefault(storage, {})[version, packed] = weakref.ref(copy)
         copy.layer = layer

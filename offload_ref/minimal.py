@@ -41,6 +41,7 @@ class HostCopy:
     """A storage on its way: on the device, then on the host alone, then on the device again."""
 
     on_device: torch.Tensor | None = None
+    alias: torch.Tensor
 
     def __init__(self, tensor: torch.Tensor, layer: int, d2h: torch.Stream, h2d: torch.Stream) -> None:
         self.layer, self.h2d, self.compute = layer, h2d, torch.accelerator.current_stream()
@@ -87,7 +88,7 @@ class Handle:
         self.forward, self.layer, self.copy, self.version = forward, layer, copy, tensor._version
         self.alias = tensor.detach()  # never the tensor itself: its own node would keep it alive for ever
         if copy is not None:
-            self.lies = (tensor.storage_offset(), tensor.size(), tensor.stride())
+            copy.alias, self.lies = self.alias, (tensor.storage_offset(), tensor.size(), tensor.stride())
             self.alias.data = tensor.new_empty(0)  # keeps the version counter without the bytes
 
     def unpack(self) -> torch.Tensor:
@@ -121,9 +122,10 @@ class ForwardPass:
             copy.release()
 
     def enter_backward(self, layer: int) -> None:
-        """Fetch the layer that backward needs a few layers later."""
+        """Fetch the layer that backward needs a few layers later, but for what was edited meanwhile."""
         for copy in self.of_layer(self.schedule.due_back_when_backward_of(layer)):
-            copy.fetch()
+            if copy.alias._version == copy.version:
+                copy.fetch()
 
     def copy_of(self, tensor: torch.Tensor, layer: int, d2h: torch.Stream, h2d: torch.Stream) -> HostCopy:
         """One copy for all views of a storage; the last layer that saves it decides when it is released."""
@@ -227,7 +229,7 @@ class HybridDeviceOptimizer(Optimizer):
         for group in groups:
             stay = [p for p in group["params"] if p not in self.on_host]
             leave = [self.on_host[p] for p in group["params"] if p in self.on_host]
-            sides = [{**hyperparameters_of(group), "params": members} for members in (stay, leave)]
+            sides = [{**group, "params": members} for members in (stay, leave)]
             if self.parts:
                 for part, side in zip(self.parts, sides, strict=True):
                     part.add_param_group(side)
@@ -238,13 +240,8 @@ class HybridDeviceOptimizer(Optimizer):
         """Give both sides what the user may have changed: hyperparameters and states."""
         for part in self.parts:
             for theirs, ours in zip(part.param_groups, self.param_groups, strict=True):
-                theirs.update(hyperparameters_of(ours))
+                theirs.update({**ours, "params": theirs["params"]})
         self.parts[0].state = self.state
         for p, copy in self.on_host.items():
             if p in self.state:
                 self.parts[1].state[copy] = {k: v.cpu() if torch.is_tensor(v) else v for k, v in self.state[p].items()}
-
-
-def hyperparameters_of(group: dict[str, Any]) -> dict[str, Any]:
-    """All of a param group but its parameters and their names."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}

@@ -157,6 +157,8 @@ class HostCopy:
     copied: torch.Event
     compute: torch.Stream
     unsettled: torch.Event | None
+    alias: torch.Tensor
+    version: int | None
     arrived: torch.Event | None = None
     reload: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     reload_bytes: int = 0
@@ -164,8 +166,8 @@ class HostCopy:
     layer: int = -1
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, packed: View | None, link: Link) -> HostCopy:
-        """Start copying the tensor's storage, or its packed elements."""
+    def of(cls, tensor: torch.Tensor, packed: View | None, link: Link, alias: torch.Tensor) -> HostCopy:
+        """Start copying the tensor's storage, or its packed elements; ``alias`` shares its version counter."""
         storage = tensor.untyped_storage()
         source = _as_bytes(storage, link.device) if packed is None else packed.on(tensor).contiguous()
         compute = torch.accelerator.current_stream(link.device)
@@ -181,6 +183,8 @@ class HostCopy:
             copied=copied,
             compute=compute,
             unsettled=copied,
+            alias=alias,
+            version=version_of(tensor),
         )
 
     def release(self) -> None:
@@ -313,7 +317,8 @@ class ForwardPass:
             return
         for i in reversed(range(due, self.awaited)):
             for copy in self.copies_of(i):
-                copy.fetch()
+                if version_of(copy.alias) == copy.version:  # ORD-17
+                    copy.fetch()
         self.awaited = min(self.awaited, due)
 
     def _check_layers_met(self) -> None:

@@ -248,9 +248,9 @@ def test_an_exception_resets_the_count() -> None:
         assert torch.allclose(x.grad.cpu(), (x.sin().cos() * x.cos()).detach().cpu())
 
 
-@pytest.mark.requirement("MEM-2")
+@pytest.mark.requirement("MEM-2", "MEM-7")
 def test_storages_that_user_code_holds_are_not_counted_as_out() -> None:
-    """A layer output that the program keeps stays on the device and is neither out nor copied back."""
+    """A layer output that the program keeps stays as it is, and is neither out nor copied back but counted as held."""
     with simulated():
         layers = build(["tanh", "tanh", "tanh"], WIDTH, "cuda")
         x = batch(0, ROWS, WIDTH, "cuda")
@@ -258,5 +258,7 @@ def test_storages_that_user_code_holds_are_not_counted_as_out() -> None:
             kept = layers[0](x)
             y = layers[2](layers[1](kept))
         assert offload.bytes_out() == 0
+        assert offload.bytes_held() == kept.nbytes + x.nbytes
+        assert torch.equal(kept, layers[0].linear(x).tanh())
         y.sum().backward()
         assert offload.stats.copies_to_device == 0
