@@ -6,13 +6,10 @@ import pytest
 import torch
 from distances import farthest, many_steps_bound, stated_bounds
 from host_steps import (
-    HYPERPARAMETERS,
     MANY_STEPS,
-    PRECISIONS,
     WARM_UP_STEPS,
     HostRun,
     PlainRun,
-    Trial,
     after_one_step,
     kernels_of,
     many_steps,
@@ -22,9 +19,9 @@ from host_steps import (
 )
 from machines import Machine
 from same_kernel import SameKernel
+from trials import COLUMNS, HYPERPARAMETERS, PRECISIONS, Trial
 
 CLASSES = sorted(HYPERPARAMETERS)
-COLUMNS = ("float32", "float64", "bfloat16", "float16")
 
 each_class = pytest.mark.parametrize("optimizer", CLASSES)
 each_precision = pytest.mark.parametrize("precision", PRECISIONS)

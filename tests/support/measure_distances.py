@@ -1,7 +1,8 @@
-"""Measure on the current accelerator what the tables of OPT-18 and OPT-19 bound: ``python measure_distances.py``.
+"""Measure what the tables of the specification bound, and print rows that fit them.
 
-It prints, in rows that fit the specification, the largest distance of one host step, the bound that the margin rule
-makes of it, and how far N host steps come beside another kernel of the device.
+``python measure_distances.py`` takes the current accelerator: the largest distance of one host step (OPT-18), the bound
+that the margin rule makes of it, and how far N host steps come beside the device's other kernels (OPT-19).
+``python measure_distances.py split`` takes the simulator: the largest distance of a split step (OPT-48).
 """
 
 from __future__ import annotations
@@ -16,22 +17,16 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 import torch  # noqa: E402 - the paths above come first, for the project may not be installed
 from distances import bound_of, many_steps_bound, stated_bounds  # noqa: E402
-from host_steps import (  # noqa: E402
-    HYPERPARAMETERS,
-    MANY_STEPS,
-    PRECISIONS,
-    SHAPES,
-    Trial,
-    kernels_of,
-    many_steps,
-    one_step,
-)
+from host_steps import MANY_STEPS, kernels_of, many_steps, one_split_step, one_step  # noqa: E402
+from trials import COLUMNS, HYPERPARAMETERS, PRECISIONS, SHAPES, Trial  # noqa: E402
 
-COLUMNS = ("float32", "float64", "bfloat16", "float16")
-"""The dtypes that are stepped: with masters it is float32."""
+from offload_ref.simulator import Simulator  # noqa: E402
 
 SEEDS = 20
 """Draws of weights and gradients for one step."""
+
+SEEDS_OF_SPLIT_STEPS = 100
+"""The same for one split step; each has a fraction of its own."""
 
 SEEDS_OF_MANY_STEPS = 4
 """The same for many steps, which take longer."""
@@ -107,12 +102,32 @@ def measure_many_steps(device: str, seeds: int) -> None:
         say(row(optimizer, cells))
 
 
-def main() -> None:
-    """Measure on the current accelerator."""
+def farthest_split_step(optimizer: str, device: str, seeds: int) -> dict[str, float]:
+    """The largest distance of one split step of a fused kernel, by the dtype stepped; no fused kernel, no entry."""
+    found: dict[str, float] = {}
+    for precision in PRECISIONS:
+        if "fused" in kernels_of(optimizer, precision, device):
+            for trial in trials(optimizer, precision, "fused", seeds):
+                distance = one_split_step(trial, device, (trial.seed + 0.5) / seeds)
+                found[trial.column] = max(found.get(trial.column, 0.0), distance)
+    return found
+
+
+def measure_split_step(device: str, seeds: int) -> None:
+    """Print the distances of one split step and the bounds that the rule makes of them."""
+    say("One split step of a fused host kernel, largest distance in ulps -> bound")
+    say(row("class", COLUMNS))
+    for optimizer in HYPERPARAMETERS:
+        if found := farthest_split_step(optimizer, device, seeds):
+            pairs = [(found[column], bound_of(found[column])) if column in found else None for column in COLUMNS]
+            say(row(optimizer, ("-" if pair is None else "{:g} -> {:g}".format(*pair) for pair in pairs)))
+
+
+def measure_on_accelerator() -> None:
+    """Measure what needs a real device."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         sys.exit("this machine has no accelerator: there is nothing to measure")
-    torch.set_num_threads(1)
     started = time.perf_counter()
     name = getattr(torch.get_device_module(accelerator), "get_device_name", lambda: accelerator.type)()
     say(f"torch {torch.__version__}, {name}")
@@ -121,5 +136,15 @@ def main() -> None:
     say(f"\n{time.perf_counter() - started:.0f} s")
 
 
+def main(arguments: list[str]) -> None:
+    """Measure as the command line says, on one host thread."""
+    torch.set_num_threads(1)
+    if arguments == ["split"]:
+        with Simulator(device_type="cuda"):
+            measure_split_step("cuda", SEEDS_OF_SPLIT_STEPS)
+    else:
+        measure_on_accelerator()
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

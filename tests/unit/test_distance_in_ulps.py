@@ -12,6 +12,7 @@ import pytest
 import torch
 from distances import bound_of, farthest, many_steps_bound, spacing, ulps
 from machines import Machine
+from trials import COLUMNS
 
 pytestmark = pytest.mark.requirement("OPT-18")
 
@@ -98,7 +99,7 @@ def test_the_script_measures() -> None:
     """On the simulator Rprop, which rounds once, is nowhere different; in NAdam the loop differs from foreach."""
     machine = Machine("cuda", simulated=True)
     with machine.run():
-        nothing = dict.fromkeys(measure_distances.COLUMNS, (0.0, "all"))
+        nothing = dict.fromkeys(COLUMNS, (0.0, "all"))
         assert measure_distances.farthest_one_step("Rprop", machine.device, 2) == nothing
         assert measure_distances.farthest_one_step("NAdam", machine.device, 1)["float32"][1] == "default"
         assert measure_distances.of_many_steps("Rprop", "float32", machine.device, 1) == "for-loop 0, host 0: 0"
