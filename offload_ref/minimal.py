@@ -14,7 +14,8 @@ the next work of the compute stream at once.
     loss.backward()
     optimizer.step()
 
-Left to the core: size floor, marks, packing, reused buffers; fp32 masters, buckets, exact partitions; many refusals.
+Left to the core: size floor, marks, packing, reused buffers; fp32 masters, buckets, exact partitions, gradients laid
+out otherwise than their weights (which torch's fused kernels misread), most refusals.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ settings.load_profile("ci")
 torch.set_num_threads(1)
 
 
-from machines import Machine  # noqa: E402 - it stands in support/, which has just been put on the path
+from implementations import IMPLEMENTATIONS, Implementation  # noqa: E402 - in support/, put on the path above
+from machines import Machine  # noqa: E402 - as above
 
 
 @pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.accelerator)])
@@ -28,6 +29,12 @@ def machine(request: pytest.FixtureRequest) -> Machine:
     if accelerator is None:
         pytest.skip("this machine has no accelerator")
     return Machine(accelerator.type, simulated=False)
+
+
+@pytest.fixture(params=list(IMPLEMENTATIONS))
+def implementation(request: pytest.FixtureRequest) -> Implementation:
+    """The core, and the first lesson: what both offer is judged by the same tests."""
+    return IMPLEMENTATIONS[request.param]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from implementations import Implementation
 from layered import KINDS, Outcome, assert_same, batch, build, offloaded, run_layers, train
 from machines import SCHEDULES, Machine
 from torch import nn
@@ -24,14 +25,16 @@ ROWS = 6
 @pytest.mark.requirement("ACT-20", "ORD-1", "ORD-2", "ORD-3", "ORD-4", "ORD-5", "ORD-7")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_bit_equal_under_every_schedule(machine: Machine, kind: str, schedule: str) -> None:
+def test_gradients_are_bit_equal_under_every_schedule(
+    implementation: Implementation, machine: Machine, kind: str, schedule: str
+) -> None:
     """Four layers, three of them offloaded: losses and gradients equal the plain run's."""
     outcomes = []
     for num_layers in (0, 3):
         with machine.run(SCHEDULES[schedule]()):
             layers = build([kind] * 4, WIDTH, machine.device)
             inputs = [batch(0, ROWS, WIDTH, machine.device)]
-            outcomes.append(train(layers, inputs, offloading=offloaded(layers, num_layers)))
+            outcomes.append(train(layers, inputs, offloading=implementation.offload(layers, num_layers)))
     assert_same(outcomes[1], outcomes[0])
 
 
@@ -96,19 +99,19 @@ def test_any_program_is_bit_equal_and_free_of_races(program: Program) -> None:
 
 @pytest.mark.requirement("ACT-30")
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_backwards_run_in_any_order(machine: Machine, order: tuple[int, ...]) -> None:
+def test_backwards_run_in_any_order(implementation: Implementation, machine: Machine, order: tuple[int, ...]) -> None:
     """Three forwards, then their backwards in any order: each gets its own gradients."""
     outcomes = []
     for num_layers in (0, 2):
         with machine.run():
             layers = build(["attention", "tanh", "views"], WIDTH, machine.device)
             inputs = [batch(i, ROWS, WIDTH, machine.device) for i in range(3)]
-            outcomes.append(train(layers, inputs, order, offloaded(layers, num_layers)))
+            outcomes.append(train(layers, inputs, order, implementation.offload(layers, num_layers)))
     assert_same(outcomes[1], outcomes[0])
 
 
 @pytest.mark.requirement("ACT-30")
-def test_two_forwards_then_two_backwards_of_a_scalar_weight(machine: Machine) -> None:
+def test_two_forwards_then_two_backwards_of_a_scalar_weight(implementation: Implementation, machine: Machine) -> None:
     """L = 2, K = 1, y = w x with x = 1, then 100: the gradient of the first loss is 1, not 100."""
 
     class Scale(nn.Module):
@@ -121,7 +124,7 @@ def test_two_forwards_then_two_backwards_of_a_scalar_weight(machine: Machine) ->
 
     with machine.run():
         layers = nn.ModuleList([Scale(), Scale()]).to(machine.device)
-        with offloaded(layers, 1):
+        with implementation.offload(layers, 1):
             small, large = (layers[1](layers[0](torch.tensor(x).to(machine.device))) for x in (1.0, 100.0))
         weight = next(layers[0].parameters())
         first = torch.autograd.grad(small, weight)[0]
@@ -130,7 +133,7 @@ def test_two_forwards_then_two_backwards_of_a_scalar_weight(machine: Machine) ->
 
 
 @pytest.mark.requirement("ACT-20")
-def test_each_of_the_first_layers_gets_its_own_gradient(machine: Machine) -> None:
+def test_each_of_the_first_layers_gets_its_own_gradient(implementation: Implementation, machine: Machine) -> None:
     """16 layers, K = 4, layer i scales the inputs 1..: the gradients are those of the plain run."""
 
     class Scale(nn.Module):
@@ -145,7 +148,7 @@ def test_each_of_the_first_layers_gets_its_own_gradient(machine: Machine) -> Non
         with machine.run():
             layers = nn.ModuleList(Scale(1 + i % 2) for i in range(16)).to(machine.device)
             x = torch.arange(1.0, 5.0).to(machine.device)
-            with offloaded(layers, num_layers):
+            with implementation.offload(layers, num_layers):
                 loss = run_layers(layers, x)
             loss.backward()
             return [layer.weight.grad.item() for layer in layers]
@@ -154,7 +157,7 @@ def test_each_of_the_first_layers_gets_its_own_gradient(machine: Machine) -> Non
 
 
 @pytest.mark.requirement("ACT-20")
-def test_square_activations_saved_with_two_strides_at_one_address(machine: Machine) -> None:
+def test_square_activations_are_saved_with_two_strides(implementation: Implementation, machine: Machine) -> None:
     """A 3x3 tensor saved with strides (1, 3) and (3, 1) comes back right in both."""
 
     class Square(nn.Module):
@@ -166,7 +169,7 @@ def test_square_activations_saved_with_two_strides_at_one_address(machine: Machi
         with machine.run():
             layers = nn.ModuleList([Square(), nn.Identity()])
             x = torch.arange(9.0).reshape(3, 3).div(9).to(machine.device).requires_grad_()
-            with offloaded(layers, num_layers):
+            with implementation.offload(layers, num_layers):
                 loss = layers[1](layers[0](x))
             loss.backward()
             assert x.grad is not None
@@ -176,12 +179,12 @@ def test_square_activations_saved_with_two_strides_at_one_address(machine: Machi
 
 
 @pytest.mark.requirement("ACT-23")
-def test_a_retained_graph_is_walked_again(machine: Machine) -> None:
+def test_a_retained_graph_is_walked_again(implementation: Implementation, machine: Machine) -> None:
     """Two backwards over one graph give twice the same gradient."""
     with machine.run():
         layers = build(["attention", "views", "tanh"], WIDTH, machine.device)
         x = batch(0, ROWS, WIDTH, machine.device)
-        with offloaded(layers, 2):
+        with implementation.offload(layers, 2):
             loss = run_layers(layers, x)
         first = torch.autograd.grad(loss, x, retain_graph=True)[0]
         second = torch.autograd.grad(loss, x)[0]
@@ -189,14 +192,14 @@ def test_a_retained_graph_is_walked_again(machine: Machine) -> None:
 
 
 @pytest.mark.requirement("ACT-23")
-def test_double_backward(machine: Machine) -> None:
+def test_double_backward(implementation: Implementation, machine: Machine) -> None:
     """A gradient of a gradient equals the plain run's."""
     results = []
     for num_layers in (0, 2):
         with machine.run():
             layers = build(["tanh", "tanh", "tanh"], WIDTH, machine.device)
             x = batch(0, ROWS, WIDTH, machine.device)
-            with offloaded(layers, num_layers):
+            with implementation.offload(layers, num_layers):
                 (gradient,) = torch.autograd.grad(run_layers(layers, x), x, create_graph=True)
                 (second,) = torch.autograd.grad(gradient.pow(2).sum(), x)
             results.append(second.cpu())
@@ -204,7 +207,7 @@ def test_double_backward(machine: Machine) -> None:
 
 
 @pytest.mark.requirement("ACT-23")
-def test_a_custom_function_reads_its_saved_tensors_twice(machine: Machine) -> None:
+def test_a_custom_function_reads_its_saved_tensors_twice(implementation: Implementation, machine: Machine) -> None:
     """``ctx.saved_tensors`` may be asked for any number of times, and may hold None."""
 
     class Cube(torch.autograd.Function):
@@ -227,7 +230,7 @@ def test_a_custom_function_reads_its_saved_tensors_twice(machine: Machine) -> No
     with machine.run():
         layers = nn.ModuleList([CubeLayer(), nn.Identity()])
         x = torch.full((4,), 2.0, device=machine.device, requires_grad=True)
-        with offloaded(layers, 1):
+        with implementation.offload(layers, 1):
             y = layers[1](layers[0](x))
         y.sum().backward()
         assert x.grad is not None
@@ -275,14 +278,14 @@ def test_the_hand_written_loop_gives_the_same_bits(machine: Machine) -> None:
 
 
 @pytest.mark.requirement("ACT-32")
-def test_no_random_number_is_drawn(machine: Machine) -> None:
+def test_no_random_number_is_drawn(implementation: Implementation, machine: Machine) -> None:
     """The generators of host and device stand after an offloaded step where a plain step leaves them."""
     states = []
     for num_layers in (0, 1):
         with machine.run():
             torch.manual_seed(7)
             layers = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
-            with offloaded(layers, num_layers):
+            with implementation.offload(layers, num_layers):
                 y = run_layers(layers, batch(0, ROWS, WIDTH, machine.device))
             y.backward()
             states.append((torch.get_rng_state(), torch.rand(3, device=machine.device).cpu()))
@@ -296,14 +299,14 @@ def test_no_random_number_is_drawn(machine: Machine) -> None:
 @example(layers_run=[0, 2, 3])
 @given(layers_run=st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True).map(sorted))
 @settings(max_examples=15)
-def test_layers_may_be_skipped(layers_run: list[int]) -> None:
+def test_layers_may_be_skipped(implementation: Implementation, layers_run: list[int]) -> None:
     """A forward through some of the layers, in order, is differentiated as without offloading."""
     results = []
     for num_layers in (0, 3):
         with Simulator(device_type="cuda") as simulator:
             layers = build(["tanh", "views", "attention", "tanh"], WIDTH, "cuda")
             x = batch(0, ROWS, WIDTH, "cuda")
-            with offloaded(layers, num_layers):
+            with implementation.offload(layers, num_layers):
                 loss = run_layers(nn.ModuleList(layers[i] for i in layers_run), x)
             loss.backward()
             assert x.grad is not None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from implementations import Implementation
 from torch import nn
 
 from offload_ref import HybridDeviceOptimizer
@@ -47,16 +48,16 @@ def test_bias_correction_over_buckets(fraction: float) -> None:
 
 @pytest.mark.requirement("OPT-31", "OPT-13")
 @pytest.mark.parametrize("fraction", FRACTIONS)
-def test_the_step_count_survives_saving_and_loading(fraction: float) -> None:
+def test_the_step_count_survives_saving_and_loading(implementation: Implementation, fraction: float) -> None:
     """Gradients 1, 2, then save, load, and -1: 0.761473 (lost: 0.737721, stale by one: 0.754547)."""
     keywords = {"lr": 0.1, "weight_decay": 0.0}
     with Simulator(device_type="cuda"):
         parameter = scalar(1.0)
-        optimizer = hybrid([parameter], fraction, torch.optim.AdamW, **keywords)
+        optimizer = implementation.optimizer([parameter], fraction, torch.optim.AdamW, **keywords)
         for gradient in (1.0, 2.0):
             give(parameter, gradient)
             optimizer.step()
-        fresh = hybrid([parameter], 1.0 - fraction, torch.optim.AdamW, **keywords)
+        fresh = implementation.optimizer([parameter], 1.0 - fraction, torch.optim.AdamW, **keywords)
         fresh.load_state_dict(optimizer.state_dict())
         give(parameter, -1.0)
         fresh.step()
@@ -65,11 +66,11 @@ def test_the_step_count_survives_saving_and_loading(fraction: float) -> None:
 
 @pytest.mark.requirement("OPT-6")
 @pytest.mark.parametrize("fraction", FRACTIONS)
-def test_accumulated_gradients(fraction: float) -> None:
+def test_accumulated_gradients(implementation: Implementation, fraction: float) -> None:
     """A scalar at 0, backward with gradient 1 and then 2, SGD with lr 1: -3."""
     with Simulator(device_type="cuda"):
         parameter = scalar(0.0)
-        optimizer = hybrid([parameter], fraction, lr=1.0)
+        optimizer = implementation.optimizer([parameter], fraction, lr=1.0)
         for weight in (1.0, 2.0):
             (parameter * weight).sum().backward()
         optimizer.step()
@@ -78,11 +79,11 @@ def test_accumulated_gradients(fraction: float) -> None:
 
 @pytest.mark.requirement("OPT-6")
 @pytest.mark.parametrize("fraction", FRACTIONS)
-def test_clipping_after_backward_reaches_the_step(fraction: float) -> None:
+def test_clipping_after_backward_reaches_the_step(implementation: Implementation, fraction: float) -> None:
     """Gradients 3 and 4, clipped to norm 1: the norm is 5 and the values are -0.6 and -0.8."""
     with Simulator(device_type="cuda") as simulator:
         parameters = [scalar(0.0), scalar(0.0)]
-        optimizer = hybrid(parameters, fraction, lr=1.0)
+        optimizer = implementation.optimizer(parameters, fraction, lr=1.0)
         (parameters[0] * 3 + parameters[1] * 4).sum().backward()
         norm = nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -108,13 +109,13 @@ def test_weights_loaded_after_construction_are_the_start(fraction: float) -> Non
 
 @pytest.mark.requirement("OPT-33")
 @pytest.mark.parametrize("fraction", FRACTIONS)
-def test_a_fresh_state_dict_loads_back(fraction: float) -> None:
+def test_a_fresh_state_dict_loads_back(implementation: Implementation, fraction: float) -> None:
     """The state of a just-built optimizer loads, into itself and into one that has made a step."""
     with Simulator(device_type="cuda"):
         parameter = scalar(1.0)
-        fresh = hybrid([parameter], fraction, torch.optim.AdamW)
+        fresh = implementation.optimizer([parameter], fraction, torch.optim.AdamW)
         fresh.load_state_dict(fresh.state_dict())
-        stepped = hybrid([parameter], fraction, torch.optim.AdamW)
+        stepped = implementation.optimizer([parameter], fraction, torch.optim.AdamW)
         give(parameter, 1.0)
         stepped.step()
         assert stepped.state_dict()["state"]
@@ -124,11 +125,11 @@ def test_a_fresh_state_dict_loads_back(fraction: float) -> None:
 
 @pytest.mark.requirement("OPT-11")
 @pytest.mark.parametrize("fraction", FRACTIONS)
-def test_zero_grad_both_ways(fraction: float) -> None:
+def test_zero_grad_both_ways(implementation: Implementation, fraction: float) -> None:
     """Gradients set to None, to zeros after that, and given again: each step sees what is there."""
     with Simulator(device_type="cuda"):
         parameter = scalar(0.0)
-        optimizer = hybrid([parameter], fraction, lr=1.0)
+        optimizer = implementation.optimizer([parameter], fraction, lr=1.0)
         give(parameter, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -158,11 +159,11 @@ def test_constructor_keywords_reach_both_sides(fraction: float) -> None:
 
 @pytest.mark.requirement("OPT-6", "OPT-11")
 @pytest.mark.parametrize("fraction", FRACTIONS)
-def test_decay_is_decoupled_and_skips_what_has_no_gradient(fraction: float) -> None:
+def test_decay_is_decoupled_and_skips_what_has_no_gradient(implementation: Implementation, fraction: float) -> None:
     """With lr 0.1 and decay 0.5 with a zero gradient: 0.95; with no gradient: 1, and no step is counted."""
     with Simulator(device_type="cuda"):
         decayed, idle = scalar(1.0), scalar(1.0)
-        optimizer = hybrid([decayed, idle], fraction, torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+        optimizer = implementation.optimizer([decayed, idle], fraction, torch.optim.AdamW, lr=0.1, weight_decay=0.5)
         give(decayed, 0.0)
         optimizer.step()
         assert decayed.item() == pytest.approx(0.95)
@@ -190,11 +191,11 @@ def test_a_gradient_that_is_none_is_not_the_last_one_again(fraction: float, mast
 
 @pytest.mark.requirement("OPT-9")
 @pytest.mark.parametrize("fraction", FRACTIONS)
-def test_a_closure_runs_once_with_gradients_enabled(fraction: float) -> None:
+def test_a_closure_runs_once_with_gradients_enabled(implementation: Implementation, fraction: float) -> None:
     """The closure's gradients are the ones that are stepped with, and its value is returned."""
     with Simulator(device_type="cuda"):
         parameters = [scalar(1.0), scalar(1.0)]
-        optimizer = hybrid(parameters, fraction, lr=1.0)
+        optimizer = implementation.optimizer(parameters, fraction, lr=1.0)
         calls = []
 
         def closure() -> float:
@@ -233,11 +234,11 @@ def test_an_optimizer_with_host_parameters_alone_works_without_an_accelerator() 
 
 
 @pytest.mark.requirement("OPT-7")
-def test_host_and_device_parameters_in_one_group() -> None:
+def test_host_and_device_parameters_in_one_group(implementation: Implementation) -> None:
     """Each is stepped on its side, and nothing of the host's own crosses."""
     with Simulator(device_type="cuda") as simulator:
         on_host, on_device = nn.Parameter(torch.zeros(1)), scalar(0.0)
-        optimizer = hybrid([on_host, on_device], 0.0, lr=1.0)
+        optimizer = implementation.optimizer([on_host, on_device], 0.0, lr=1.0)
         on_host.grad = torch.ones(1)
         give(on_device, 2.0)
         before = simulator.copies.d2h
@@ -247,7 +248,7 @@ def test_host_and_device_parameters_in_one_group() -> None:
 
 
 @pytest.mark.requirement("OPT-8")
-def test_shape_aware_classes_see_whole_shapes() -> None:
+def test_shape_aware_classes_see_whole_shapes(implementation: Implementation) -> None:
     """A class that normalises rows gives the plain result on the host."""
 
     class RowNorm(torch.optim.SGD):
@@ -259,7 +260,7 @@ def test_shape_aware_classes_see_whole_shapes() -> None:
 
     with Simulator(device_type="cuda"):
         parameter = nn.Parameter(torch.zeros(2, 2).to("cuda"))
-        optimizer = hybrid([parameter], 1.0, RowNorm, lr=1.0)
+        optimizer = implementation.optimizer([parameter], 1.0, RowNorm, lr=1.0)
         parameter.grad = torch.tensor([[3.0, 4.0], [6.0, 8.0]]).to("cuda")
         optimizer.step()
         assert parameter.cpu().tolist() == [[pytest.approx(-0.6), pytest.approx(-0.8)]] * 2
@@ -284,11 +285,11 @@ def test_channels_last_weights_are_right(fraction: float, fused: bool) -> None:
 
 
 @pytest.mark.requirement("OPT-16")
-def test_a_group_is_added() -> None:
+def test_a_group_is_added(implementation: Implementation) -> None:
     """A group added after a step is divided on its own and stepped with its own lr."""
     with Simulator(device_type="cuda"):
         first, second = scalar(0.0), scalar(0.0)
-        optimizer = hybrid([first], 1.0, lr=1.0)
+        optimizer = implementation.optimizer([first], 1.0, lr=1.0)
         give(first, 1.0)
         optimizer.step()
         optimizer.add_param_group({"params": [second], "lr": 10.0})
@@ -299,12 +300,12 @@ def test_a_group_is_added() -> None:
 
 
 @pytest.mark.requirement("OPT-4", "MEM-10")
-def test_a_frozen_parameter_is_trained_once_it_has_a_gradient() -> None:
+def test_a_frozen_parameter_is_trained_once_it_has_a_gradient(implementation: Implementation) -> None:
     """Frozen at construction it costs nothing; unfrozen, it is stepped on the side that the rule gave it."""
     with Simulator(device_type="cuda") as simulator:
         frozen, trained = scalar(0.0), scalar(0.0)
         frozen.requires_grad = False
-        optimizer = hybrid([frozen, trained], 1.0, lr=1.0)
+        optimizer = implementation.optimizer([frozen, trained], 1.0, lr=1.0)
         give(trained, 1.0)
         optimizer.step()
         assert simulator.pinned_allocated() == 2 * 4
@@ -315,11 +316,11 @@ def test_a_frozen_parameter_is_trained_once_it_has_a_gradient() -> None:
 
 
 @pytest.mark.requirement("OPT-6")
-def test_inf_is_skipped_by_the_gradient_scaler() -> None:
+def test_inf_is_skipped_by_the_gradient_scaler(implementation: Implementation) -> None:
     """A scaler's unscaled gradients reach both sides; a step with an infinite one changes nothing."""
     with Simulator(device_type="cuda"):
         parameters = [scalar(0.0), scalar(0.0)]
-        optimizer = hybrid(parameters, 0.5, lr=1.0)
+        optimizer = implementation.optimizer(parameters, 0.5, lr=1.0)
         scaler = torch.amp.GradScaler("cuda", init_scale=8.0, growth_interval=1000)
         for gradients in ((1.0, 2.0), (float("inf"), 2.0)):
             optimizer.zero_grad()

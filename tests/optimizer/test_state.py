@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_ledger import HostLedger
 from optimizing import Training, offloading
 from torch import nn
 
@@ -236,3 +237,22 @@ def test_named_parameters_and_hooks_work_as_in_torch() -> None:
         optimizer.load_state_dict(optimizer.state_dict())
         assert seen == ["before step", "after step", "before load", "after load"]
         assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+@pytest.mark.requirement("MEM-15")
+def test_loading_makes_no_second_copy_of_the_states() -> None:
+    """Beside the states there are, loading needs room for one more of 4,000 bytes, not for all eight anew."""
+    parameters = [torch.nn.Parameter(torch.ones(1000)) for _ in range(4)]
+    with HostLedger() as ledger:
+        optimizer = HybridDeviceOptimizer(parameters, lr=0.1)
+        for parameter in parameters:
+            parameter.grad = torch.ones(1000)
+        optimizer.step()
+        saved = optimizer.state_dict(copy=True)
+        for parameter in parameters:
+            parameter.grad = None
+        ledger.peak, before = 0, ledger.live()
+        optimizer.load_state_dict(saved)
+        assert before > 2 * 8 * 4000
+        assert before <= ledger.peak <= before + 4000 + 64
+        assert ledger.live() <= before

@@ -22,6 +22,7 @@ from source_facts import (
 )
 
 MOST_CORE_LINES = 1500
+MOST_MINIMAL_LINES = 250
 MOST_FUNCTION_LINES = 60
 MEDIAN_FUNCTION_LINES = 12
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -54,6 +55,14 @@ def test_the_core_is_readable_in_an_afternoon() -> None:
     assert set(CORE) <= set(modules)
     lines = {name: code_lines(path.read_text(encoding="utf-8")) for name, path in modules.items()}
     assert sum(lines.values()) <= MOST_CORE_LINES, lines
+
+
+@pytest.mark.quick
+def test_the_first_lesson_is_short() -> None:
+    """Both mechanisms fit in 250 lines, blank ones included, and need arithmetic and errors alone of the package."""
+    path = PACKAGE / "minimal.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_MINIMAL_LINES
+    assert imported_modules(path) == {"errors", "partition", "schedule"}
 
 
 @pytest.mark.quick
