@@ -142,3 +142,10 @@ def test_every_class_and_dtype_has_a_bound() -> None:
     assert set(stated_bounds("OPT-18")) == {(optimizer, column) for optimizer in CLASSES for column in COLUMNS}
     fused = {(name, column) for name in CLASSES for column in COLUMNS if "fused" in kernels_of(name, column, "cpu")}
     assert set(stated_bounds("OPT-48")) >= {one for one in fused if one[0] != "SGD"}
+
+
+@pytest.mark.requirement("OPT-18")
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_a_fused_host_kernel_that_leaves_weights_out_counts_as_none(optimizer: str) -> None:
+    """Those that count are far less than an update away, which is at least 128 ulps of a weight that was zero."""
+    assert many_steps(Trial(optimizer, "bfloat16"), "cpu", 1).get("fused", 0.0) < 64
