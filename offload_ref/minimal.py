@@ -236,6 +236,8 @@ class HybridDeviceOptimizer(Optimizer):
                     part.add_param_group(side)
             else:
                 self.parts = [self.optimizer_cls([side]) for side in sides]
+                self.parts[0].state.update(self.state)  # some classes begin with states; what was loaded goes over them
+                self.state = self.parts[0].state
 
     def _hand_over(self) -> None:
         """Give both sides what the user may have changed: hyperparameters and states."""

@@ -186,22 +186,27 @@ class HybridDeviceOptimizer(Optimizer):
         for run in into_runs([unit.nbytes for unit in crossing], self.bucket_bytes):
             units = crossing[run]
             staging = bind_host_copies(units, pin=self.pin_cpu_params)
-            self.buckets.append(self._bucket(units, self.cpu_optimizer_cls, staging))
-        for cls, on_host in ((self.cpu_optimizer_cls, True), (self.gpu_optimizer_cls, False)):
+            self.buckets.append(self._bucket(units, staging))
+        for on_host in (True, False):
             units = [unit for unit in fresh if not unit.crosses and unit.on_host is on_host]
             for unit in units:
                 unit.bind(None)
             if units:
-                self.buckets.append(self._bucket(units, cls, []))
+                self.buckets.append(self._bucket(units, []))
 
-    def _bucket(self, units: list[Unit], cls: OptimizerClass, staging: list[torch.Tensor]) -> Bucket:
+    def _bucket(self, units: list[Unit], staging: list[torch.Tensor]) -> Bucket:
         for unit in units:
             unit.note_weight()
         numbers = sorted({unit.group for unit in units})
+        return Bucket(units, self._sub_optimizer(units, numbers), numbers, self.pin_cpu_grads, staging)
+
+    def _sub_optimizer(self, units: list[Unit], numbers: list[int]) -> Optimizer:
+        """What steps these units, with the states that its class begins with."""
+        cls = self.cpu_optimizer_cls if units[0].on_host else self.gpu_optimizer_cls
         groups = [
             {**self._hyperparameters_of(n), "params": [u.working for u in units if u.group == n]} for n in numbers
         ]
-        return Bucket(units, cls(groups, **self._known_to(cls)), numbers, self.pin_cpu_grads, staging)
+        return cls(groups, **self._known_to(cls))
 
     def _hyperparameters_of(self, number: int) -> dict[str, Any]:
         return {name: value for name, value in self.param_groups[number].items() if name not in NOT_HYPERPARAMETERS}
@@ -370,6 +375,9 @@ class HybridDeviceOptimizer(Optimizer):
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in loaded.items() if name not in NOT_HYPERPARAMETERS})
         self.state.clear()
+        for bucket in self.buckets:
+            bucket.optimizer.state.clear()
+            bucket.optimizer = self._sub_optimizer(bucket.units, bucket.group_numbers)  # OPT-33
         for unit, own in self._bound_units():
             self._load_unit(unit, own, states.get(unit.parameter, {}))
         self._take_back()
@@ -377,7 +385,6 @@ class HybridDeviceOptimizer(Optimizer):
     def _load_unit(self, unit: Unit, states: dict[torch.Tensor, Any], state: dict[str, Any]) -> None:
         group = self.param_groups[unit.group]
         on_device_step = bool(group.get("capturable") or group.get("fused"))
-        states.pop(unit.working, None)
         if own := {n: _placed(n, v, unit, on_device_step) for n, v in state.items() if n != MASTER_KEY}:
             states[unit.working] = own
         if unit.has_master and MASTER_KEY in state:

@@ -31,6 +31,7 @@ def test_autocast_changes_nothing(machine: Machine, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of what it does itself
 @pytest.mark.requirement("ACT-20", "ACT-2")
 @pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

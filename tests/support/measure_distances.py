@@ -46,15 +46,14 @@ def trials(optimizer: str, precision: str, kernel: str, seeds: int) -> Iterator[
         yield Trial(optimizer, precision, kernel, seed, SIZES[seed % len(SIZES)])
 
 
-def farthest_one_step(optimizer: str, device: str, seeds: int) -> dict[str, tuple[float, str]]:
-    """The largest distance of one host step over all draws, and in which implementation, by the dtype stepped."""
-    found = dict.fromkeys(COLUMNS, (0.0, "all"))
+def farthest_one_step(optimizer: str, device: str, seeds: int) -> dict[str, dict[str, tuple[float, str]]]:
+    """Row -> dtype stepped -> the largest distance of one host step over all draws, and in which implementation."""
+    found: dict[str, dict[str, tuple[float, str]]] = {}
     for precision in PRECISIONS:
         for kernel in kernels_of(optimizer, precision, device):
             for trial in trials(optimizer, precision, kernel, seeds):
-                distance = one_step(trial, device)
-                if distance > found[trial.column][0]:
-                    found[trial.column] = (distance, kernel)
+                of_row = found.setdefault(trial.row, {})
+                of_row[trial.column] = max(of_row.get(trial.column, (0.0, "all")), (one_step(trial, device), kernel))
     return found
 
 
@@ -69,13 +68,14 @@ def measure_one_step(device: str, seeds: int) -> None:
     say(row("class", COLUMNS))
     stated, found = stated_bounds("OPT-18"), {}
     for optimizer in HYPERPARAMETERS:
-        found[optimizer] = farthest_one_step(optimizer, device, seeds)
-        cells = ((*pair, stated[optimizer, column]) for column, pair in found[optimizer].items())
-        say(row(optimizer, (f"{d:g} {kernel}{f' > {bound:g}' if d > bound else ''}" for d, kernel, bound in cells)))
+        for name, pairs in farthest_one_step(optimizer, device, seeds).items():
+            found[name] = pairs
+            cells = ((*pairs.get(column, (0.0, "none")), stated.get((name, column), 0.0)) for column in COLUMNS)
+            say(row(name, (f"{d:g} {kernel}{f' > {bound:g}' if d > bound else ''}" for d, kernel, bound in cells)))
     say("\nBounds by the margin rule, for the table of OPT-18")
     say(row("class", COLUMNS))
-    for optimizer, pairs in found.items():
-        say(row(optimizer, (f"{bound_of(distance):g}" for distance, _kernel in pairs.values())))
+    for name, pairs in found.items():
+        say(row(name, (f"{bound_of(pairs[column][0]):g}" if column in pairs else "-" for column in COLUMNS)))
 
 
 def ratio(distances: dict[str, float]) -> float:

@@ -64,6 +64,11 @@ class Trial:
     shapes: Sequence[tuple[int, ...]] = SHAPES
 
     @property
+    def row(self) -> str:
+        """The name of the class with its fused kernel apart, as the rows of OPT-18 have it."""
+        return f"{self.optimizer}, fused" if self.kernel == "fused" else self.optimizer
+
+    @property
     def cls(self) -> type[Optimizer]:
         """The class of torch.optim."""
         found: type[Optimizer] = getattr(torch.optim, self.optimizer)
