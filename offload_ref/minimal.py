@@ -227,17 +227,16 @@ class HybridDeviceOptimizer(Optimizer):
         self.on_host.update({p: torch.empty_like(p, device="cpu", pin_memory=True) for p in chosen})
         if chosen:
             self.d2h, self.h2d = torch.Stream(), torch.Stream()
-        for group in groups:
-            stay = [p for p in group["params"] if p not in self.on_host]
-            leave = [self.on_host[p] for p in group["params"] if p in self.on_host]
-            sides = [{**group, "params": members} for members in (stay, leave)]
-            if self.parts:
-                for part, side in zip(self.parts, sides, strict=True):
-                    part.add_param_group(side)
-            else:
-                self.parts = [self.optimizer_cls([side]) for side in sides]
-                self.parts[0].state.update(self.state)  # some classes begin with states; what was loaded goes over them
-                self.state = self.parts[0].state
+        stay = [{**g, "params": [p for p in g["params"] if p not in self.on_host]} for g in groups]
+        leave = [{**g, "params": [self.on_host[p] for p in g["params"] if p in self.on_host]} for g in groups]
+        if self.parts:
+            for part, side in zip(self.parts, (stay, leave), strict=True):
+                for group in side:
+                    part.add_param_group(group)
+        else:
+            self.parts = [self.optimizer_cls(stay), self.optimizer_cls(leave)]
+            self.parts[0].state.update(self.state)  # some classes begin with states
+            self.state = self.parts[0].state
 
     def _hand_over(self) -> None:
         """Give both sides what the user may have changed: hyperparameters and states."""

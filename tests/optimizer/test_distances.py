@@ -141,8 +141,12 @@ def test_a_split_step_of_a_fused_host_kernel_is_within_the_bound(optimizer: str,
 @pytest.mark.requirement("OPT-18", "OPT-48")
 def test_every_class_and_dtype_has_a_bound() -> None:
     """The tables have a cell for each of the eleven classes, and for each fused host kernel that steps all elements."""
-    assert set(stated_bounds("OPT-18")) == {(optimizer, column) for optimizer in CLASSES for column in COLUMNS}
     fused = {(name, column) for name in CLASSES for column in COLUMNS if "fused" in kernels_of(name, column, "cpu")}
+    stated = set(stated_bounds("OPT-18"))
+    assert {one for one in stated if "fused" not in one[0]} == {
+        (name, column) for name in CLASSES for column in COLUMNS
+    }
+    assert {one for one in stated if "fused" in one[0]} >= {(f"{name}, fused", column) for name, column in fused}
     assert set(stated_bounds("OPT-48")) >= {one for one in fused if one[0] != "SGD"}
 
 
