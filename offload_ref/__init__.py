@@ -1,8 +1,9 @@
 """CPU offloading in LLM training: a readable reference, a specification and a conformance oracle.
 
 Reading order: ``minimal`` (both mechanisms in 250 lines, the first lesson); then ``partition`` and ``schedule``
-(pure arithmetic), ``host_memory`` (pinned pool and ledger), ``activation`` (per-layer activation offloading), ``optimizer`` (optimizer states on the host), ``config``
-(fields and constraints), ``errors``; then ``simulator``, on which all of it is tested without a GPU.
+(pure arithmetic), ``host_memory`` (pinned pool and ledger), ``activation`` (per-layer activation offloading),
+``optimizer`` (optimizer states on the host), ``config`` (fields and constraints), ``errors``; then ``simulator``, on
+which all of it is tested without a GPU.
 
 Importing this package imports no torch: each public name is loaded when it is first used.
 """
