@@ -17,7 +17,7 @@ def allocate_host(nbytes: int, *, pin: bool = True) -> torch.Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as failure:
-        warnings.warn(f"pinning {nbytes} bytes failed ({failure}): pageable memory is used", stacklevel=2)
+        warnings.warn(f"host memory cannot be pinned ({failure}): pageable memory is used", stacklevel=2)
         return torch.empty(nbytes, dtype=torch.uint8)
 
 

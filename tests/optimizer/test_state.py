@@ -193,6 +193,22 @@ def test_a_master_keeps_its_bits_where_it_still_rounds_to_the_weight() -> None:
         assert not torch.equal(before, before.bfloat16().float())
 
 
+@pytest.mark.requirement("OPT-25")
+@pytest.mark.parametrize(("fraction", "expected"), [(0.0, 2.0), (1.0, -1.0)])
+def test_an_edit_through_data_has_to_be_announced(fraction: float, expected: float) -> None:
+    """It bumps no version counter: the device's share steps from 3 to 2, the host's from the 0 that it has seen."""
+    sgd = torch.optim.SGD
+    with Simulator(device_type="cuda"):
+        parameter = torch.nn.Parameter(torch.ones(1).to("cuda"))
+        optimizer = HybridDeviceOptimizer([parameter], fraction, sgd, sgd, lr=1.0)
+        for edit in (None, 3.0):
+            if edit is not None:
+                parameter.data.fill_(edit)
+            parameter.grad = torch.ones(1).to("cuda")
+            optimizer.step()
+        assert parameter.item() == expected
+
+
 @pytest.mark.requirement("OPT-24")
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_announced_changes_reach_every_copy(fraction: float) -> None:
