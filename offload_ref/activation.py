@@ -80,10 +80,8 @@ class ActivationOffload:
         usable = self.schedule.num_layers == 0 or torch.accelerator.is_available()
         required = "an accelerator, or an active offload_ref.simulator.Simulator"
         require(usable, errors.NoAcceleratorError, "activation offloading", None, required, "ACT-16")
-        fits, required = (
-            type(min_offload_bytes) is int and min_offload_bytes >= 0,
-            "a whole number of bytes, at least 0",
-        )
+        fits = type(min_offload_bytes) is int and min_offload_bytes >= 0
+        required = "a whole number of bytes, at least 0"
         require(fits, errors.OffloadValueError, "min_offload_bytes", min_offload_bytes, required, "ACT-10")
         self.min_offload_bytes = min_offload_bytes
         _check_switch("retain_pinned_cpu_buffers", retain_pinned_cpu_buffers)

@@ -6,6 +6,7 @@ Whoever reads how offloading works can skip this file: nothing here moves a tens
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -112,16 +113,17 @@ def checked_groups(params: Any) -> Groups:
     _require_input(bool(listed), "params", [], "at least one parameter or group")
     groups = listed if isinstance(listed[0], dict) else [{"params": listed}]
     given = [(group, _members(group)) for group in groups]
-    _check_members([member for _, members in given for member in members], [])
+    everyone = [member for _, members in given for member in members]
+    _check_members(everyone, set(), named=any(isinstance(member, tuple) for member in everyone[:1]))
     return given
 
 
 def checked_group(group: Any, others: Sequence[dict[str, Any]]) -> Groups:
     """A further group with a list of its members, none of which the other groups have."""
     members = _members(group)
-    named = any("param_names" in other for other in others)
-    present = [(str(i), p) if named else p for i, p in enumerate(p for other in others for p in other["params"])]
-    _check_members([*present, *members], present)
+    taken = {id(p) for other in others for p in other["params"]}
+    first_is_named = any(isinstance(member, tuple) for member in members[:1])
+    _check_members(members, taken, named=any("param_names" in other for other in others) if taken else first_is_named)
     return [(group, members)]
 
 
@@ -140,15 +142,14 @@ def _members(group: Any) -> list[Any]:
     return list(members)
 
 
-def _check_members(members: Sequence[Any], accepted: Sequence[Any]) -> None:
-    """Each member is a leaf tensor of its own, and either all have names or none has."""
-    known: set[int] = set()
+def _check_members(members: Sequence[Any], taken: set[int], *, named: bool) -> None:
+    """Each member is a leaf tensor of its own, whose id is not taken yet, and either all have names or none has."""
     for member in members:
-        parameter = _checked_parameter(member) if not any(member is one for one in accepted) else parameter_of(member)
-        _require_input(id(parameter) not in known, "parameter", "a parameter twice", "distinct parameters")
-        known.add(id(parameter))
-        fits = isinstance(member, tuple) == isinstance(members[0], tuple)
+        parameter = _checked_parameter(member)
+        _require_input(id(parameter) not in taken, "parameter", "a parameter twice", "distinct parameters")
+        taken.add(id(parameter))
         seen = member[0] if isinstance(member, tuple) else "a parameter without a name"
+        fits = isinstance(member, tuple) is named
         _require_input(fits, "named parameters", seen, "names for all parameters, or for none")
 
 
@@ -174,6 +175,8 @@ def _require_input(fits: bool, what: str, seen: object, required: str) -> None:
 
 def check_gradient(gradient: Any, parameter: torch.Tensor) -> None:
     """Take a dense gradient like its parameter: autograd sees to ``grad``, but not to ``decoupled_grad`` (OPT-49)."""
+    if isinstance(gradient, torch.Tensor) and gradient is parameter.grad and gradient.layout is torch.strided:
+        return
 
     def require_that(fits: bool, seen: object, required: str) -> None:
         require(fits, errors.OptimizerInputError, "decoupled_grad", seen, required, "OPT-49")
@@ -221,8 +224,9 @@ def _checked_numbers(groups: Any, ours: list[int]) -> list[int]:
     numbers = [number for group in groups for number in group["params"]]
     for number in numbers:
         _fits(whole_number(number) is not None, "parameter number", number, "a whole number")
+    times = Counter(numbers)
     for group in groups:
-        distinct = all(numbers.count(number) == 1 for number in group["params"])
+        distinct = all(times[number] == 1 for number in group["params"])
         _fits(distinct, "params", group["params"], "each number once")
     return numbers
 

@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Self
-
-import torch
+from typing import TYPE_CHECKING, Self
 
 from offload_ref.simulator.schedules import Schedule
 from offload_ref.simulator.sites import Site, call_site
+
+if TYPE_CHECKING:
+    import torch
 
 HOST = 0
 """The host's index in a vector clock; stream i has index i + 1."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from machines import SCHEDULES
+from machines import SCHEDULES, observed
 
 from offload_ref.simulator import Simulator
 
@@ -166,12 +166,8 @@ UNSEEN_BY_VALUE = {fresh_memory_on_another_stream}
 
 
 def run(program: Callable[[Bench, bool], None], good: bool, schedule: str) -> tuple[list[list[float]], Simulator]:
-    """What the device observes, read at the end alone."""
-    with Simulator(schedule=SCHEDULES[schedule](), device_type="cuda") as simulator:
-        bench = Bench()
-        program(bench, good)
-        torch.accelerator.synchronize()
-        return [t.cpu().tolist() for t in bench.seen], simulator
+    """One twin on a bench of its own."""
+    return observed(Bench, program, good, schedule)
 
 
 @pytest.mark.quick

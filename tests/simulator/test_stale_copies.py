@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from machines import SCHEDULES
+from machines import SCHEDULES, observed
 from torch import nn
 
 from offload_ref import minimal, offload_layers
@@ -194,12 +194,8 @@ PROGRAMS: list[Callable[[Bench, bool], None]] = [
 
 
 def run(program: Callable[[Bench, bool], None], good: bool, schedule: str) -> tuple[list[list[float]], Simulator]:
-    """What the program observes, looked at in the end alone."""
-    with Simulator(schedule=SCHEDULES[schedule](), device_type="cuda") as simulator:
-        bench = Bench()
-        program(bench, good)
-        torch.accelerator.synchronize()
-        return [t.cpu().tolist() for t in bench.seen], simulator
+    """One twin on a bench of its own."""
+    return observed(Bench, program, good, schedule)
 
 
 @pytest.mark.quick

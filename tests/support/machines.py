@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -51,3 +52,23 @@ class Machine:
             torch.accelerator.synchronize()
         finally:
             torch.use_deterministic_algorithms(was_strict)
+
+
+class Observing(Protocol):
+    """A bench on which a program collects what it observes."""
+
+    seen: list[torch.Tensor]
+
+
+Bench = TypeVar("Bench", bound=Observing)
+
+
+def observed(
+    bench: Callable[[], Bench], program: Callable[[Bench, bool], None], good: bool, schedule: str
+) -> tuple[list[list[float]], Simulator]:
+    """What the good or bad twin of a program observes on a simulated device, read on the host at the end alone."""
+    with Simulator(schedule=SCHEDULES[schedule](), device_type="cuda") as simulator:
+        made = bench()
+        program(made, good)
+        torch.accelerator.synchronize()
+        return [t.cpu().tolist() for t in made.seen], simulator
